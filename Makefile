@@ -1,0 +1,86 @@
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-check
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
+
+# The stamp's name holds a checksum of what is installed: another setup.cfg is another stamp.
+STAMP := $(VENV)/.ready-$(shell (cat setup.cfg; echo '$(TORCH)') | cksum | cut -d' ' -f1)
+DOCS_STAMP := $(STAMP)-docs
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-unit test-integration test-e2e lint format bench demo docs clean
+
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | \
+		awk -F'\t' '{ printf "  %-18s %s\n", $$1, $$2 }'
+
+setup: $(STAMP) ## create the virtual environment (VENV, PYTHON) and install everything, once
+
+# torch first and alone: verl would bring a CUDA build and gigabytes of nvidia packages with it.
+# An environment without a stamp (an interrupted set-up) is completed, not made anew.
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || \
+		{ echo '$(PYTHON) is not Python 3.10 to 3.12: choose one with make PYTHON=...' >&2; exit 1; }
+	@echo '==> virtual environment: $(VENV)'
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo '==> installing $(TORCH)'
+	@$(PIP_INSTALL) '$(TORCH)'
+	@echo '==> installing verl-rollout-skip with verl and the development tools (a few minutes)'
+	@$(PIP_INSTALL) '$(TORCH)' -e '.[verl,dev]'
+	@if $(PY) -m pip freeze | grep -q '^torch==.*+cpu' && $(PY) -m pip freeze | grep '^nvidia-'; then \
+		echo 'CUDA packages (above) came beside a CPU build of torch: remove $(VENV) and set up again' >&2; \
+		exit 1; \
+	fi
+	@rm -f $(VENV)/.ready-*
+	@touch $@
+	@echo '==> ready'
+
+$(DOCS_STAMP): $(STAMP)
+	@echo '==> installing the documentation tools'
+	@$(PIP_INSTALL) '$(TORCH)' -e '.[docs]'
+	@touch $@
+
+test: setup ## run all tests (PYTEST_ARGS='-k name -x')
+	$(PYTEST) tests $(PYTEST_ARGS)
+
+test-unit: setup ## run the unit tests
+	$(PYTEST) tests/unit $(PYTEST_ARGS)
+
+test-integration: setup ## run the integration tests
+	$(PYTEST) tests/integration $(PYTEST_ARGS)
+
+test-e2e: setup ## run the end-to-end tests, if there are any
+	@if [ -z "$$(find tests/e2e -name 'test_*.py' 2>/dev/null)" ]; then \
+		echo '==> tests/e2e holds no tests'; \
+	else \
+		$(PYTEST) tests/e2e $(PYTEST_ARGS); \
+	fi
+
+lint: setup ## check style and types: ruff, mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy verl_rollout_skip
+
+format: setup ## put the code in order: ruff
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup ## measure the store, results in benchmarks/results (BENCH_ARGS)
+	$(PY) -m benchmarks.store $(BENCH_ARGS)
+
+demo: setup ## run the demonstration (DEMO_ARGS)
+	$(PY) recipes/demo.py $(DEMO_ARGS)
+
+docs: $(DOCS_STAMP) ## build the documentation into docs/_build/html
+	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+clean: ## remove caches and build products; the virtual environment stays
+	rm -rf build dist *.egg-info docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,70 @@
+"""Every error this package raises on purpose. Each message says what happened, why, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_rollout_skip.key import RolloutKey
+
+
+class RolloutSkipError(Exception):
+    """Base of all errors of this package."""
+
+
+class UnsupportedBatchError(RolloutSkipError, TypeError):
+    """The batch holds something that cannot be stored exactly. Names the key and the type."""
+
+
+class StoreError(RolloutSkipError):
+    """Something is wrong with a run folder or with an entry in it."""
+
+
+class EntryNotFoundError(StoreError, LookupError):
+    """No entry is committed under this key."""
+
+
+class EntryExistsError(StoreError):
+    """Another rollout is already committed under this key, and it is a different one."""
+
+
+class UnreadableEntryError(StoreError):
+    """An entry is there but cannot be trusted; it can be set aside and recorded again."""
+
+
+class CorruptEntryError(UnreadableEntryError):
+    """An entry's bytes are not the bytes that were committed, or were never ours."""
+
+
+class NewerFormatError(UnreadableEntryError):
+    """An entry was written by a later version of this package."""
+
+
+class EntryTooLargeError(StoreError):
+    """Loading the entry would take more memory than allowed."""
+
+
+class UnsafePathError(StoreError):
+    """A path would leave the run folder: a symbolic link, or something that is no regular file."""
+
+
+class DumpError(StoreError):
+    """One or more rollouts could not be written. Training can go on; they are not on disk.
+
+    ``failures`` lists what failed in the background: each key with its own error.
+    """
+
+    failures: tuple[tuple[RolloutKey, BaseException], ...] = ()
+
+    @classmethod
+    def of(cls, failures: Sequence[tuple[RolloutKey, BaseException]]) -> DumpError:
+        """The error for dumps that failed in the background."""
+        lines = "\n".join(f"- {key}: {error}" for key, error in failures)
+        error = cls(f"{len(failures)} rollout(s) were not written:\n{lines}")
+        error.failures = tuple(failures)
+        return error
+
+
+class DiskLimitError(DumpError):
+    """Writing the rollout would make the run folder larger than ``max_disk``."""

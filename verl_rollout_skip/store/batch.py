@@ -1,0 +1,194 @@
+"""The two shapes in which verl hands rollouts around, taken apart into one neutral shape and put together again.
+
+``DataProto`` is recognised by its attributes, so that this module works without verl; it is imported only to
+rebuild one. Nothing here copies tensor data: a taken-apart batch shares storage with the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from verl_rollout_skip.errors import UnsupportedBatchError
+
+Path = tuple[str, ...]
+
+
+class BatchKind(str, Enum):
+    """What kind of object a batch is, or is to become."""
+
+    DATAPROTO = "DataProto"
+    """verl's DataProto: tensors, numpy arrays and meta_info."""
+    TENSORDICT = "TensorDict"
+    """A TensorDict, as verl's V1 trainers and TransferQueue use it; readable without verl."""
+
+
+@dataclass
+class Batch:
+    """A batch, taken apart.
+
+    ``tensors`` and ``arrays`` have one row a trajectory and are keyed by path (nested TensorDicts have paths of
+    several parts); ``meta`` belongs to the batch as a whole. ``order`` is the order of all keys of a TensorDict.
+    ``nodes`` holds the batch size of each nested TensorDict, the root under the empty path; a DataProto
+    without tensors has none.
+    """
+
+    kind: BatchKind
+    rows: int
+    tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
+    arrays: dict[Path, np.ndarray] = field(default_factory=dict)
+    meta: dict[Any, Any] = field(default_factory=dict)
+    order: list[Path] = field(default_factory=list)
+    nodes: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    device: str | None = None
+
+
+def take_apart(batch: Any) -> Batch:
+    """Turn a DataProto or a TensorDict into a ``Batch`` that shares its storage."""
+    if isinstance(batch, TensorDict):
+        return _take_tensordict(batch)
+    if all(hasattr(batch, name) for name in ("batch", "non_tensor_batch", "meta_info")):
+        return _take_dataproto(batch)
+    raise UnsupportedBatchError(
+        f"Cannot store a {_type_name(batch)} as a rollout. Pass verl's DataProto or a tensordict.TensorDict."
+    )
+
+
+def put_together(batch: Batch, kind: BatchKind | None = None) -> Any:
+    """The inverse of ``take_apart``; ``kind`` overrides what the batch was."""
+    if (kind or batch.kind) is BatchKind.DATAPROTO:
+        if batch.kind is not BatchKind.DATAPROTO:
+            raise UnsupportedBatchError(
+                "This rollout was recorded as a TensorDict and cannot be returned as a DataProto. "
+                "Leave `kind` out to get it as it was recorded."
+            )
+        return _make_dataproto(batch)
+    return _make_tensordict(batch)
+
+
+def _take_dataproto(proto: Any) -> Batch:
+    if proto.batch is not None:
+        batch = _take_tensordict(proto.batch)
+        if batch.arrays or batch.meta:
+            keys = [".".join(path) for path in [*batch.arrays, *batch.meta]]
+            raise UnsupportedBatchError(
+                f"DataProto.batch holds non-tensors under {keys}; they belong in non_tensor_batch."
+            )
+    else:
+        first = next(iter(proto.non_tensor_batch.values()), None)
+        batch = Batch(BatchKind.DATAPROTO, 0 if first is None else len(first))
+    batch.kind = BatchKind.DATAPROTO
+    for key, array in proto.non_tensor_batch.items():
+        if not isinstance(key, str) or not isinstance(array, np.ndarray):
+            raise UnsupportedBatchError(
+                f"non_tensor_batch[{key!r}] is a {_type_name(array)}; DataProto holds numpy arrays under string keys."
+            )
+        if array.ndim == 0 or len(array) != batch.rows:
+            raise UnsupportedBatchError(
+                f"non_tensor_batch[{key!r}] has shape {array.shape}, but the batch has {batch.rows} rows."
+            )
+        batch.arrays[(key,)] = array
+    batch.meta = dict(proto.meta_info)
+    return batch
+
+
+def _take_tensordict(tensordict: TensorDict) -> Batch:
+    if tensordict.batch_dims < 1:
+        raise UnsupportedBatchError("Cannot store a TensorDict without a batch dimension: give it batch_size=[rows].")
+    batch = Batch(BatchKind.TENSORDICT, int(tensordict.batch_size[0]))
+    batch.device = None if tensordict.device is None else "cpu"
+    for path, value in _leaves(tensordict, (), batch.nodes):
+        batch.order.append(path)
+        if isinstance(value, torch.Tensor):
+            batch.tensors[path] = value
+        elif isinstance(value, NonTensorStack):
+            cells = np.empty(batch.rows, dtype=object)
+            for row, cell in enumerate(value.tolist()):
+                cells[row] = cell
+            batch.arrays[path] = cells
+        elif isinstance(value, NonTensorData):
+            batch.meta[path] = value.data
+        else:
+            raise UnsupportedBatchError(
+                f"TensorDict key {'.'.join(path)!r} is a {_type_name(value)}; only tensors, NonTensorStack, "
+                "NonTensorData and nested TensorDicts can be stored."
+            )
+    return batch
+
+
+def _leaves(node: TensorDict, path: Path, nodes: dict[Path, tuple[int, ...]]) -> Iterator[tuple[Path, Any]]:
+    nodes[path] = tuple(int(size) for size in node.batch_size)
+    # `get` keeps NonTensorData wrapped, `items` and `[]` would unwrap it.
+    for key in node.keys():  # noqa: SIM118 - iterating a TensorDict walks its rows
+        value = node.get(key)
+        here = (*path, key)
+        if isinstance(value, TensorDict):
+            yield from _leaves(value, here, nodes)
+        else:
+            yield here, value
+
+
+def _make_dataproto(batch: Batch) -> Any:
+    from verl import DataProto
+
+    tensors = None
+    if () in batch.nodes:
+        tensors = _nest(batch, {path: batch.tensors[path] for path in batch.order})
+    return DataProto(
+        batch=tensors,
+        non_tensor_batch={path[0]: array for path, array in batch.arrays.items()},
+        meta_info=dict(batch.meta),
+    )
+
+
+def _make_tensordict(batch: Batch) -> TensorDict:
+    if batch.kind is BatchKind.TENSORDICT:
+        values = {path: _leaf(batch, path) for path in batch.order}
+        return _nest(batch, values)
+    # As verl's DataProto.to_tensordict does it: one NonTensorStack an array, one NonTensorData a meta_info key.
+    tensordict = _nest(batch, {path: batch.tensors[path] for path in batch.order})
+    for path, array in batch.arrays.items():
+        tensordict.set(path[0], _stack(array))
+    for key, value in batch.meta.items():
+        tensordict.set(str(key), NonTensorData(value))
+    return tensordict
+
+
+def _leaf(batch: Batch, path: Path) -> Any:
+    if path in batch.tensors:
+        return batch.tensors[path]
+    if path in batch.arrays:
+        return _stack(batch.arrays[path])
+    return NonTensorData(batch.meta[path])
+
+
+def _stack(array: np.ndarray) -> NonTensorStack:
+    return NonTensorStack.from_list([NonTensorData(cell) for cell in array])
+
+
+def _nest(batch: Batch, values: dict[Path, Any]) -> TensorDict:
+    root = TensorDict({}, batch_size=batch.nodes.get((), (batch.rows,)), device=batch.device)
+    made: dict[Path, TensorDict] = {(): root}
+
+    def node(path: Path) -> TensorDict:
+        if path not in made:
+            parent = node(path[:-1])
+            parent.set(path[-1], TensorDict({}, batch_size=batch.nodes[path], device=batch.device))
+            made[path] = parent.get(path[-1])
+        return made[path]
+
+    for path, value in values.items():
+        node(path[:-1]).set(path[-1], value)
+    for path in batch.nodes:
+        node(path)
+    return root
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,333 @@
+"""Python objects in cells and in meta_info, as JSON text that anyone can read and that comes back exactly.
+
+What JSON has no word for is written as ``{"$type": …}``: tuples, bytes, numpy and torch values, non-finite floats.
+Bulk data (arrays, tensors, images, bytes) goes beside the text as *blobs*. A type that is not listed here is an
+error that names it: there is no fallback that could run code when it is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
+from verl_rollout_skip.store.dtypes import TORCH_DTYPES, tensor_bits, tensor_from_bits
+
+TYPE = "$type"
+MAX_DEPTH = 100
+_INT64 = range(-(2**63), 2**63)
+# Fixed-size numpy dtypes only: no objects, no structures.
+_NUMPY_DTYPE = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8\[\d*[a-zA-Z]+\])")
+_IMAGE_BYTES = {
+    "1": 0,
+    "L": 1,
+    "RGB": 3,
+    "RGBA": 4,
+    "CMYK": 4,
+    "YCbCr": 3,
+    "LAB": 3,
+    "HSV": 3,
+    "I": 4,
+    "F": 4,
+}
+
+Blob = Any
+"""Bulk data by reference: bytes, a numpy array, a tensor or an image; ``blob_bytes`` makes it bytes."""
+
+
+@dataclass(frozen=True)
+class CellColumn:
+    """The cells of one object array, ready to be written: nothing mutable of the caller's is left in it.
+
+    ``form`` says what ``values`` are: "text", "int", "float" and "bool" hold the cells themselves (or None),
+    "json" holds JSON text. ``alias[row]`` is the first row that holds the very same object; such rows share one
+    object again after loading, and their blobs are written once.
+    """
+
+    form: str
+    values: list[Any]
+    blobs: list[list[Blob]] | None = None
+    alias: list[int] | None = None
+
+
+def encode_column(name: str, cells: Sequence[Any]) -> CellColumn:
+    """Encode the cells of one column; ``name`` is for the error message."""
+    form = _scalar_form(cells)
+    if form is not None:
+        return CellColumn(form, list(cells))
+    values: list[str] = []
+    blobs: list[list[Blob]] = []
+    alias: list[int] = []
+    first_row: dict[int, int] = {}
+    for row, cell in enumerate(cells):
+        first = first_row.setdefault(id(cell), row)
+        alias.append(first)
+        if first < row:
+            values.append(values[first])
+            blobs.append([])
+            continue
+        cell_blobs: list[Blob] = []
+        values.append(encode(cell, cell_blobs, f"{name}[{row}]"))
+        blobs.append(cell_blobs)
+    has_alias = any(first != row and isinstance(cells[row], _SHAREABLE) for row, first in enumerate(alias))
+    return CellColumn("json", values, blobs if any(blobs) else None, alias if has_alias else None)
+
+
+_SHAREABLE = (list, dict, tuple, np.ndarray, torch.Tensor)
+
+
+def decode_column(column: CellColumn) -> list[Any]:
+    """The inverse of ``encode_column``; blobs are bytes here."""
+    if column.form != "json":
+        return column.values
+    cells: list[Any] = []
+    for row, text in enumerate(column.values):
+        if column.alias is not None and column.alias[row] < row:
+            cells.append(cells[column.alias[row]])
+        else:
+            cells.append(decode(text, column.blobs[row] if column.blobs else []))
+    return cells
+
+
+def encode(value: Any, blobs: list[Blob], where: str) -> str:
+    """JSON text of one value; its bulk data is appended to ``blobs``."""
+    try:
+        tree = value if _is_plain(value, MAX_DEPTH) else _tag(value, blobs, where, MAX_DEPTH)
+        text = json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError:
+        # A lone surrogate: no UTF-8, and two of them escaped side by side would be read back as one character.
+        blobs.clear()
+        tree = _tag(value, blobs, where, MAX_DEPTH)
+        text = json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
+    return text
+
+
+def decode(text: str, blobs: Sequence[bytes]) -> Any:
+    """The inverse of ``encode``. Anything malformed is a ``CorruptEntryError``; nothing in it can run code."""
+    try:
+        value = json.loads(text)
+        return _untag(value, blobs) if f'"{TYPE}"' in text else value
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
+        raise CorruptEntryError(f"A stored cell is malformed ({error}): {text[:200]!r}") from error
+
+
+def encode_inline(value: Any, where: str) -> dict[str, Any]:
+    """A value with its blobs in the text itself: for meta_info, which has no column to put them in."""
+    blobs: list[Blob] = []
+    text = encode(value, blobs, where)
+    return {"json": text, "blobs": [base64.b64encode(blob_bytes(blob)).decode() for blob in blobs]}
+
+
+def decode_inline(stored: dict[str, Any]) -> Any:
+    """The inverse of ``encode_inline``."""
+    try:
+        blobs = [base64.b64decode(blob, validate=True) for blob in stored["blobs"]]
+        text = stored["json"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptEntryError(f"Stored meta_info is malformed: {error}") from error
+    return decode(text, blobs)
+
+
+def blob_bytes(blob: Blob) -> bytes:
+    """The bytes of a blob that ``encode`` collected by reference."""
+    if isinstance(blob, bytes):
+        return blob
+    if isinstance(blob, torch.Tensor):
+        return tensor_bits(blob).tobytes()
+    return bytes(blob.tobytes())
+
+
+def _scalar_form(cells: Sequence[Any]) -> str | None:
+    """The form of a column whose cells are all of one simple type, None aside; people can query such a column."""
+    kinds = {type(cell) for cell in cells} - {type(None)}
+    if len(kinds) != 1:
+        return None
+    kind = kinds.pop()
+    if kind is str:
+        return "text" if all(cell is None or cell.isascii() or _is_utf8(cell) for cell in cells) else None
+    if kind is int:
+        return "int" if all(cell is None or cell in _INT64 for cell in cells) else None
+    return {float: "float", bool: "bool"}.get(kind)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether JSON returns exactly this value, type for type."""
+    kind = type(value)
+    if kind is str or value is None or kind is bool:
+        return True
+    if kind is int:
+        return value in _INT64
+    if kind is float:
+        return math.isfinite(value)
+    if depth == 0:
+        return False
+    if kind is list:
+        return all(_is_plain(item, depth - 1) for item in value)
+    if kind is dict:
+        return all(type(key) is str and key != TYPE and _is_plain(item, depth - 1) for key, item in value.items())
+    return False
+
+
+def _tag(value: Any, blobs: list[Blob], where: str, depth: int) -> Any:
+    kind = type(value)
+    if kind is str:
+        return value if _is_utf8(value) else {TYPE: "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
+    if value is None or kind is bool:
+        return value
+    if kind is int:
+        return value if value in _INT64 else {TYPE: "int", "hex": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {TYPE: "float", "hex": struct.pack(">d", value).hex()}
+    if depth == 0:
+        raise UnsupportedBatchError(
+            f"Cannot store {where}: it is nested more than {MAX_DEPTH} levels deep, or contains itself."
+        )
+    if kind in (list, tuple):
+        items = [_tag(item, blobs, f"{where}[{index}]", depth - 1) for index, item in enumerate(value)]
+        return items if kind is list else {TYPE: "tuple", "items": items}
+    if kind is dict:
+        pairs = [
+            (
+                _tag(key, blobs, f"{where} key {key!r}", depth - 1),
+                _tag(item, blobs, f"{where}[{key!r}]", depth - 1),
+            )
+            for key, item in value.items()
+        ]
+        if all(type(key) is str and key != TYPE for key, _ in pairs):
+            return dict(pairs)
+        return {TYPE: "dict", "items": [list(pair) for pair in pairs]}
+    return _tag_bulk(value, blobs, where, depth)
+
+
+def _tag_bulk(value: Any, blobs: list[Blob], where: str, depth: int) -> Any:
+    def blob(reference: Blob) -> int:
+        blobs.append(reference)
+        return len(blobs) - 1
+
+    if type(value) is bytes:
+        return {TYPE: "bytes", "blob": blob(value)}
+    if isinstance(value, np.generic) and _NUMPY_DTYPE.fullmatch(value.dtype.str):
+        return {TYPE: "numpy", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
+    if type(value) is np.ndarray:
+        shape = list(value.shape)
+        if value.dtype == object:
+            items = [_tag(item, blobs, f"{where}[{index}]", depth - 1) for index, item in enumerate(value.ravel())]
+            return {TYPE: "ndarray", "dtype": "O", "shape": shape, "items": items}
+        if _NUMPY_DTYPE.fullmatch(value.dtype.str):
+            return {TYPE: "ndarray", "dtype": value.dtype.str, "shape": shape, "blob": blob(value)}
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype in TORCH_DTYPES:
+            return {TYPE: "tensor", "dtype": dtype, "shape": list(value.shape), "blob": blob(value)}
+    if _is_image(value):
+        return {TYPE: "image", "mode": value.mode, "size": list(value.size), "blob": blob(value.copy())}
+    raise UnsupportedBatchError(
+        f"Cannot store {where}: {_describe(value)} has no exact representation on disk. Convert it to plain Python, "
+        "numpy or torch values (dict, list, tuple, str, bytes, int, float, bool, None, arrays, tensors, PIL images)."
+    )
+
+
+def _is_image(value: Any) -> bool:
+    return type(value).__module__.startswith("PIL.") and getattr(value, "mode", None) in _IMAGE_BYTES
+
+
+def _describe(value: Any) -> str:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    dtype = getattr(value, "dtype", None)
+    return f"a {name}" if dtype is None else f"a {name} of dtype {dtype}"
+
+
+def _untag(value: Any, blobs: Sequence[bytes]) -> Any:
+    if type(value) is list:
+        return [_untag(item, blobs) for item in value]
+    if type(value) is not dict:
+        return value
+    if TYPE not in value:
+        return {key: _untag(item, blobs) for key, item in value.items()}
+    reader = _READERS.get(value[TYPE])
+    if reader is None:
+        raise ValueError(f"unknown $type {value[TYPE]!r}")
+    return reader(value, blobs)
+
+
+def _read_ndarray(tag: dict[str, Any], blobs: Sequence[bytes]) -> np.ndarray:
+    shape = tuple(_size(size) for size in tag["shape"])
+    if tag["dtype"] == "O":
+        array = np.empty(len(tag["items"]), dtype=object)
+        for index, item in enumerate(tag["items"]):
+            array[index] = _untag(item, blobs)
+        return array.reshape(shape)
+    return np.frombuffer(blobs[_size(tag["blob"])], _numpy_dtype(tag["dtype"])).reshape(shape).copy()
+
+
+def _read_tensor(tag: dict[str, Any], blobs: Sequence[bytes]) -> torch.Tensor:
+    shape = tuple(_size(size) for size in tag["shape"])
+    dtype = TORCH_DTYPES[tag["dtype"]]
+    bits = np.frombuffer(blobs[_size(tag["blob"])], dtype.bits).reshape(shape).copy()
+    return tensor_from_bits(bits, dtype.torch)
+
+
+def _read_image(tag: dict[str, Any], blobs: Sequence[bytes]) -> Any:
+    width, height = (_size(size) for size in tag["size"])
+    data = blobs[_size(tag["blob"])]
+    mode = tag["mode"]
+    # Checked before PIL allocates: a bit image packs eight pixels in a byte, row by row.
+    needed = height * ((width + 7) // 8) if mode == "1" else width * height * _IMAGE_BYTES[mode]
+    if needed != len(data):
+        raise ValueError(f"an image of {width}x{height} in mode {mode} needs {needed} bytes, {len(data)} are stored")
+    from PIL import Image
+
+    return Image.frombytes(mode, (width, height), data)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**48:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _numpy_dtype(name: Any) -> np.dtype:
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError(f"{name!r} is no dtype of plain numbers or text")
+    return np.dtype(name)
+
+
+_READERS: dict[Any, Callable[[dict[str, Any], Sequence[bytes]], Any]] = {
+    "str": lambda tag, _: bytes.fromhex(tag["hex"]).decode("utf-8", "surrogatepass"),
+    "int": lambda tag, _: int(tag["hex"], 16),
+    "float": lambda tag, _: struct.unpack(">d", bytes.fromhex(tag["hex"]))[0],
+    "bytes": lambda tag, blobs: bytes(blobs[_size(tag["blob"])]),
+    "tuple": lambda tag, blobs: tuple(_untag(item, blobs) for item in tag["items"]),
+    "dict": lambda tag, blobs: {_untag(key, blobs): _untag(item, blobs) for key, item in tag["items"]},
+    "numpy": lambda tag, _: np.frombuffer(bytes.fromhex(tag["hex"]), _numpy_dtype(tag["dtype"]))[0],
+    "ndarray": _read_ndarray,
+    "tensor": _read_tensor,
+    "image": _read_image,
+}
+
+
+def text_dtype(name: Any) -> np.dtype:
+    """The dtype of a numpy array of fixed-width text or bytes, from data that cannot be trusted."""
+    dtype = _numpy_dtype(name)
+    if dtype.kind not in "US":
+        raise ValueError(f"{name!r} is no dtype of text")
+    return dtype

@@ -1,0 +1,303 @@
+"""Which form each key of a batch gets: the choices, each proved on the recorded values before it is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from verl_rollout_skip.errors import UnsupportedBatchError
+from verl_rollout_skip.store import cells
+from verl_rollout_skip.store.batch import Batch, Path
+from verl_rollout_skip.store.cells import CellColumn
+from verl_rollout_skip.store.dtypes import Element, as_integers, element_of, narrower, same_bits
+from verl_rollout_skip.store.forms import (
+    Concat,
+    Dense,
+    Form,
+    Jagged,
+    JaggedConcat,
+    JaggedPositions,
+    Mask,
+    Positions,
+    Ragged,
+    Rows,
+    Same,
+    count_up,
+    interleave,
+)
+from verl_rollout_skip.store.padding import (
+    WINDOWS,
+    Spans,
+    find_spans,
+    mask_rows,
+    position_rows,
+    proves,
+    row_chunks,
+)
+from verl_rollout_skip.store.threads import map_in_threads
+
+
+@dataclass
+class Numbers:
+    """A numeric column that has its form: ``bits`` is the payload that the form writes from."""
+
+    path: Path
+    form: Form
+    bits: Any
+
+
+@dataclass
+class Objects:
+    """A column of Python objects, encoded; ``shape`` and ``dtype`` of the numpy array it came from."""
+
+    path: Path
+    cells: CellColumn
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class Part:
+    """The output of a rollout step, or its input: everything that is written of one batch.
+
+    ``meta`` is its encoded meta_info, ``lasting_meta`` the same without what differs from run to run.
+    """
+
+    batch: Batch
+    objects: list[Objects]
+    meta: dict[str, Any]
+    lasting_meta: dict[str, Any]
+    numbers: list[Numbers] = field(default_factory=list)
+    spans: Spans | None = None
+
+
+def snapshot(batch: Batch) -> Part:
+    """What the caller may not change any more is copied: containers and Python objects. Storages are shared.
+
+    This runs on the training thread, so it does only what cannot wait; ``plan`` does the rest.
+    """
+    objects = []
+    for path, array in batch.arrays.items():
+        if array.dtype.kind not in "OUS":
+            continue
+        where = ".".join(path)
+        flat = array.tolist() if array.ndim == 1 else [row.ravel().tolist() for row in array]
+        objects.append(Objects(path, cells.encode_column(where, flat), array.shape[1:], array.dtype.str))
+    lasting = {key: value for key, value in batch.meta.items() if key != "timing"}
+    # Paths of a TensorDict are tuples; as pairs, both kinds of meta are stored the same way.
+    meta, lasting_meta = (
+        cells.encode_inline([[key, value] for key, value in entries.items()], "meta_info")
+        for entries in (batch.meta, lasting)
+    )
+    return Part(batch, objects, meta, lasting_meta)
+
+
+def plan(part: Part, echoed: Part | None = None) -> None:
+    """Choose the form of every numeric column of a part. ``echoed`` is the output, when this is the input."""
+    groups: dict[int, int] = {}
+    parts: dict[str, Numbers] = {}
+    payloads: list[Numbers] = []
+    for path, tensor in part.batch.tensors.items():
+        column = _tensor_column(path, tensor, part.batch.rows, groups)
+        payloads.append(column)
+        if len(path) == 1:
+            parts[path[0]] = column
+    for path, array in part.batch.arrays.items():
+        if array.dtype.kind not in "OUS":
+            element, bits = element_of(array, ".".join(path))
+            payloads.append(Numbers(path, Dense(element, bits.shape[1:]), bits))
+    part.spans = _spans(parts)
+    part.numbers = map_in_threads(lambda column: _choose(column, part, parts, echoed), payloads)
+
+
+def _tensor_column(path: Path, tensor: torch.Tensor, rows: int, groups: dict[int, int]) -> Numbers:
+    where = ".".join(path)
+    if not tensor.is_nested:
+        element, bits = element_of(tensor, where)
+        return Numbers(path, Dense(element, bits.shape[1:]), bits)
+    if tensor.layout is not torch.jagged:
+        pieces = [element_of(piece, where) for piece in tensor.unbind()]
+        element = pieces[0][0] if pieces else element_of(torch.empty(0, dtype=tensor.dtype), where)[0]
+        return Numbers(path, Rows(element, ()), [bits for _, bits in pieces])
+    return _jagged_column(path, tensor, where, groups)
+
+
+def _jagged_column(path: Path, tensor: Any, where: str, groups: dict[int, int]) -> Numbers:
+    group = groups.setdefault(id(tensor.offsets()), len(groups))
+    # The symbolic size stands where the tensor was laid out; verl overwrites `_ragged_idx` of some tensors.
+    laid_out = next(dim for dim, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt))
+    values, offsets = tensor.values(), tensor.offsets().cpu().numpy().astype(np.int64)
+    element, bits = element_of(values.movedim(laid_out - 1, 0), where)
+    lengths = tensor.lengths()
+    if lengths is not None or offsets[0] != 0 or offsets[-1] != len(bits):
+        sizes = np.diff(offsets) if lengths is None else lengths.cpu().numpy()
+        bits = np.concatenate([bits[start : start + size] for start, size in zip(offsets[:-1], sizes, strict=True)])
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+    known = {"min_seqlen", "max_seqlen"} <= set(tensor._metadata_cache)
+    form = Jagged(element, bits.shape[1:], tensor._ragged_idx, laid_out, group, known)
+    return Numbers(path, form, (bits, offsets))
+
+
+def _spans(parts: dict[str, Numbers]) -> Spans | None:
+    mask = parts.get("attention_mask")
+    if mask is None or not isinstance(mask.form, Dense):
+        return None
+    responses = parts.get("responses")
+    if responses is None:
+        return find_spans(mask.bits, 0)
+    if not isinstance(responses.form, Dense) or responses.bits.ndim != 2:
+        return None
+    return find_spans(mask.bits, responses.bits.shape[1])
+
+
+def _choose(column: Numbers, part: Part, parts: dict[str, Numbers], echoed: Part | None) -> Numbers:
+    form = (
+        _echo(column, echoed)
+        or _twin(column, parts)
+        or _derived(column, part.spans, parts)
+        or _without_padding(column, part.spans)
+        or replace(column.form, element=_narrow(column))
+    )
+    return Numbers(column.path, form, column.bits)
+
+
+def _echo(column: Numbers, echoed: Part | None) -> Form | None:
+    """The input that a rollout hands through to its output is stored once."""
+    for other in echoed.numbers if echoed else ():
+        if other.path == column.path and _identical(column, other):
+            return Same(column.form.element, (), ".".join(column.path))
+    return None
+
+
+def _twin(column: Numbers, parts: dict[str, Numbers]) -> Form | None:
+    """V1 writes the response mask a second time as the loss mask."""
+    other = parts.get("response_mask")
+    if column.path == ("loss_mask",) and other is not None and _identical(column, other):
+        return Same(column.form.element, (), "response_mask")
+    return None
+
+
+def _identical(left: Numbers, right: Numbers) -> bool:
+    a, b = left.form.element, right.form.element
+    if (a.holder, a.name) != (b.holder, b.name) or type(left.bits) is not type(right.bits):
+        return False
+    if isinstance(left.bits, np.ndarray):
+        return same_bits(left.bits, right.bits)
+    return len(left.bits) == len(right.bits) and all(map(same_bits, left.bits, right.bits))
+
+
+def _derived(column: Numbers, spans: Spans | None, parts: dict[str, Numbers]) -> Form | None:
+    name, element, bits = column.path[-1], column.form.element, column.bits
+    if len(column.path) > 1 or element.holder != "torch":
+        return None
+    if isinstance(column.form, Jagged):
+        return _derived_jagged(name, column, parts)
+    if name == "input_ids" and _is_concat(column, parts):
+        return Concat(element, bits.shape[1:])
+    if spans is None or not isinstance(bits, np.ndarray) or bits.ndim != 2:
+        return None
+    if name in ("attention_mask", "response_mask"):
+        window = "full" if name == "attention_mask" else "response"
+        if bits.dtype.kind in "biu" and bits.shape[1] == spans.width(window) and proves(mask_rows, window, spans, bits):
+            return Mask(element, bits.shape[1:], window)
+    if name == "position_ids" and bits.shape[1] == spans.width("full") and bits.dtype in (np.int64, np.int32):
+        for rule in ("counted", "continued"):
+            if proves(position_rows, rule, spans, bits):
+                return Positions(element, bits.shape[1:], rule)
+    return None
+
+
+def _is_concat(column: Numbers, parts: dict[str, Numbers]) -> bool:
+    pieces = [parts[name] for name in Concat.needs if name in parts]
+    if len(pieces) != 2 or not all(isinstance(piece.form, Dense) and piece.bits.ndim == 2 for piece in pieces):
+        return False
+    whole, prompts, responses = column.bits, pieces[0].bits, pieces[1].bits
+    width = prompts.shape[1]
+    if whole.ndim != 2 or whole.shape[1] != width + responses.shape[1]:
+        return False
+    if any(piece.form.element.name != column.form.element.name for piece in pieces):
+        return False
+    return all(
+        np.array_equal(whole[chunk, :width], prompts[chunk]) and np.array_equal(whole[chunk, width:], responses[chunk])
+        for chunk in row_chunks(len(whole), whole.nbytes // max(len(whole), 1))
+    )
+
+
+def _derived_jagged(name: str, column: Numbers, parts: dict[str, Numbers]) -> Form | None:
+    form = column.form
+    assert isinstance(form, Jagged)
+    pieces = [parts[piece] for piece in JaggedConcat.needs if piece in parts]
+    if len(pieces) != 2 or not all(isinstance(piece.form, Jagged) and not piece.form.shape for piece in pieces):
+        return None
+    if form.shape or any(piece.form.element.name != form.element.name for piece in pieces):
+        return None
+    values, offsets = column.bits
+    joined, lengths = interleave(pieces[0].bits, pieces[1].bits)
+    if not np.array_equal(lengths, np.diff(offsets)):
+        return None
+    arguments = (form.element, form.shape, form.ragged_idx, form.laid_out, form.group, form.bounds)
+    if name == "input_ids" and same_bits(values, joined):
+        return JaggedConcat(*arguments)
+    if name == "position_ids" and same_bits(values, count_up(lengths, values.dtype)):
+        return JaggedPositions(*arguments)
+    return None
+
+
+def _without_padding(column: Numbers, spans: Spans | None) -> Form | None:
+    bits = column.bits
+    if spans is None or not isinstance(column.form, Dense) or bits.ndim < 2 or bits.dtype.kind == "c" or not bits.size:
+        return None
+    windows = sorted(WINDOWS, key=lambda window: window != "prompt") if column.path[-1] == "prompts" else WINDOWS
+    for axis in dict.fromkeys((0, bits.ndim - 2)):
+        for window in windows:
+            if bits.shape[axis + 1] != spans.width(window):
+                continue
+            pad = _pad(np.moveaxis(as_integers(bits), axis + 1, -1), spans, window)
+            form = Ragged(_narrow(column), bits.shape[1:], window, axis, pad)
+            if form.outside_is(bits, spans):
+                return form
+    return None
+
+
+def _pad(bits: np.ndarray, spans: Spans, window: str) -> int:
+    """What stands in the first padding of the column; 0 if nothing is padded."""
+    start, end, width = spans.bounds(window)
+    for padded, place in ((end < width, -1), (start > 0, 0)):
+        if padded.any():
+            return int(bits[padded.argmax(), ..., place].flat[0])
+    return 0
+
+
+def _narrow(column: Numbers) -> Element:
+    """The narrowest element that holds every value of the column, found piece by piece to keep memory small."""
+    wide = column.form.element
+    narrow = narrower(wide, np.empty(0, wide.bits))
+    if isinstance(column.form, Rows):
+        pieces = column.bits
+    else:
+        pieces = [column.bits[0] if isinstance(column.form, Jagged) else column.bits]
+    for piece in pieces:
+        flat = piece.reshape(-1)
+        for chunk in row_chunks(len(flat), flat.itemsize):
+            element = narrower(wide, flat[chunk])
+            if element != narrow:
+                return element
+    return narrow
+
+
+def cell_type(form: str) -> pa.DataType:
+    """The Parquet type of a column of Python objects."""
+    kinds = {
+        "text": pa.string(),
+        "json": pa.string(),
+        "int": pa.int64(),
+        "float": pa.float64(),
+        "bool": pa.bool_(),
+    }
+    if form not in kinds:
+        raise UnsupportedBatchError(f"{form!r} is no form of a column of objects; there are {', '.join(kinds)}.")
+    return kinds[form]

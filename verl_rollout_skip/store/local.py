@@ -1,0 +1,222 @@
+"""A run folder on a file system, safe against crashes, other writers and links that lead out of it.
+
+Files are written under a temporary name in their folder, synced, and then linked to their own name: a link fails if
+the name is taken, so the first writer wins without any lock. Every folder and file is opened relative to its parent
+and without following symbolic links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl_rollout_skip.errors import EntryTooLargeError, UnsafePathError
+from verl_rollout_skip.store.names import TEMPORARY
+from verl_rollout_skip.store.storage import FileInfo, Staged
+
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Opening a named pipe would wait for a writer without O_NONBLOCK.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class LocalStaged(Staged):
+    """A temporary file in the folder where it will stay."""
+
+    def __init__(self, folder: str, folder_fd: int) -> None:
+        self.folder_fd = folder_fd
+        self.temporary = f"{TEMPORARY}{_host()}-{os.getpid()}-{secrets.token_hex(6)}"
+        self._fd = os.open(self.temporary, _WRITE_FLAGS, 0o644, dir_fd=folder_fd)
+        super().__init__(folder, os.fdopen(self._fd, "wb", buffering=0))
+
+    def sync(self) -> None:
+        """Make the bytes durable."""
+        if not self.stream.closed:
+            self.stream.close()
+        os.fsync(self._fd)
+
+    def discard(self) -> None:
+        if self.folder_fd < 0:
+            return
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.temporary, dir_fd=self.folder_fd)
+        os.close(self.folder_fd)
+        self.folder_fd = -1
+
+
+class LocalStorage:
+    """A run folder under a local path. It is made by the first write."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(os.path.expanduser(root)))
+
+    def stage(self, folder: str) -> Staged:
+        self.root.mkdir(parents=True, exist_ok=True)
+        with self._root_fd() as root_fd:
+            try:
+                os.mkdir(folder, 0o755, dir_fd=root_fd)
+                os.fsync(root_fd)
+            except FileExistsError:
+                pass
+        folder_fd = self._open_folder(folder)
+        try:
+            return LocalStaged(folder, folder_fd)
+        except BaseException:
+            os.close(folder_fd)
+            raise
+
+    def publish(self, staged: Staged, name: str, replace: bool = False) -> None:
+        assert isinstance(staged, LocalStaged)
+        staged.sync()
+        folder_fd, temporary = staged.folder_fd, staged.temporary
+        if replace:
+            os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+        else:
+            self._link(folder_fd, temporary, name)
+        os.fsync(folder_fd)
+        staged.discard()
+
+    def read(self, folder: str, name: str, limit: int) -> bytes:
+        with self._folder_fd(folder) as folder_fd:
+            try:
+                fd = os.open(name, _READ_FLAGS, dir_fd=folder_fd)
+            except OSError as error:
+                raise self._link_error(error, folder, name) from error
+        with os.fdopen(fd, "rb", buffering=0) as file:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise UnsafePathError(f"{self.where(folder, name)} is no regular file; it was not read. Remove it.")
+            if info.st_size > limit:
+                raise EntryTooLargeError(
+                    f"{self.where(folder, name)} has {info.st_size} bytes and {limit} are allowed to be read."
+                )
+            return file.read(limit + 1)
+
+    def info(self, folder: str, name: str) -> FileInfo | None:
+        try:
+            with self._folder_fd(folder) as folder_fd:
+                found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if stat.S_ISLNK(found.st_mode):
+            raise UnsafePathError(
+                f"{self.where(folder, name)} is a symbolic link; links in a run folder are not followed."
+            )
+        return FileInfo(name, found.st_size, found.st_mtime)
+
+    def rename(self, folder: str, old: str, new: str) -> None:
+        with self._folder_fd(folder) as folder_fd:
+            os.rename(old, new, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+            os.fsync(folder_fd)
+
+    def delete(self, folder: str, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as folder_fd:
+            os.unlink(name, dir_fd=folder_fd)
+            os.fsync(folder_fd)
+
+    def folders(self) -> Iterator[str]:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.root) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    yield entry.name
+
+    def files(self, folder: str) -> list[FileInfo]:
+        found = []
+        with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as folder_fd:
+            for name in os.listdir(folder_fd):
+                # It may be gone by now: another process commits or cleans up.
+                with contextlib.suppress(FileNotFoundError):
+                    info = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+                    if stat.S_ISREG(info.st_mode):
+                        found.append(FileInfo(name, info.st_size, info.st_mtime))
+        return found
+
+    def where(self, folder: str = "", name: str = "") -> str:
+        return str(self.root / folder / name)
+
+    def _link(self, folder_fd: int, temporary: str, name: str) -> None:
+        try:
+            os.link(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # A file system without hard links. Two writers of one key at the same moment can both pass this check;
+            # then the later one wins, and the entry is still whole, because its record is found by its digest.
+            if _exists(folder_fd, name):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from None
+            os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+
+    @contextlib.contextmanager
+    def _root_fd(self) -> Iterator[int]:
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _open_folder(self, folder: str) -> int:
+        with self._root_fd() as root_fd:
+            try:
+                return os.open(folder, _FOLDER_FLAGS, dir_fd=root_fd)
+            except OSError as error:
+                raise self._link_error(error, folder) from error
+
+    @contextlib.contextmanager
+    def _folder_fd(self, folder: str) -> Iterator[int]:
+        fd = self._open_folder(folder)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _link_error(self, error: OSError, folder: str, name: str = "") -> Exception:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+            return UnsafePathError(
+                f"{self.where(folder, name)} is a symbolic link or no regular file or folder; such things in a run "
+                "folder are not followed. Replace it by the real thing or remove it."
+            )
+        return error
+
+
+def is_own_leftover(name: str) -> bool | None:
+    """Of a temporary file: True if its process on this machine is gone, False if it lives, None if unknown."""
+    host, _, rest = name.removeprefix(TEMPORARY).rpartition("-")[0].rpartition("-")
+    if host != _host() or not rest.isdigit():
+        return None
+    try:
+        os.kill(int(rest), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return False
+
+
+def _exists(folder_fd: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _host() -> str:
+    return "".join(letter for letter in socket.gethostname() if letter.isalnum())[:32] or "host"
+
+
+def free_bytes(path: Any) -> int:
+    """Free space on the file system of a path that may not exist yet."""
+    here = Path(path)
+    while not here.exists() and here != here.parent:
+        here = here.parent
+    found = os.statvfs(here)
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,91 @@
+"""A run folder on an object store, through fsspec: s3://, gs://, memory:// and others.
+
+Each file is one put, which is whole and durable when it returns. The first writer of a name wins where the store
+supports conditional puts (S3, Google Cloud Storage and memory do); elsewhere the name is checked just before.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import fsspec
+
+from verl_rollout_skip.errors import EntryTooLargeError
+from verl_rollout_skip.store.storage import FileInfo, Staged
+
+
+class RemoteStorage:
+    """A run folder under a URL."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self.url = url.rstrip("/")
+        # A listing that was cached would hide what other processes have committed.
+        self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
+        self._root = self._root.rstrip("/")
+
+    def stage(self, folder: str) -> Staged:
+        return Staged(folder, io.BytesIO())
+
+    def publish(self, staged: Staged, name: str, replace: bool = False) -> None:
+        if not staged.stream.closed:
+            staged.stream.close()
+        assert isinstance(staged._file, io.BytesIO)
+        path = self._path(staged.folder, name)
+        self._fs.makedirs(self._path(staged.folder), exist_ok=True)
+        self._fs.pipe_file(path, staged._file.getvalue(), mode="overwrite" if replace else "create")
+
+    def read(self, folder: str, name: str, limit: int) -> bytes:
+        info = self.info(folder, name)
+        if info is None:
+            raise FileNotFoundError(self.where(folder, name))
+        if info.size > limit:
+            raise EntryTooLargeError(
+                f"{self.where(folder, name)} has {info.size} bytes and {limit} are allowed to be read."
+            )
+        return bytes(self._fs.cat_file(self._path(folder, name)))
+
+    def info(self, folder: str, name: str) -> FileInfo | None:
+        try:
+            return _file_info(self._fs.info(self._path(folder, name), refresh=True))
+        except FileNotFoundError:
+            return None
+
+    def rename(self, folder: str, old: str, new: str) -> None:
+        data = self._fs.cat_file(self._path(folder, old))
+        self._fs.pipe_file(self._path(folder, new), data, mode="overwrite")
+        self.delete(folder, old)
+
+    def delete(self, folder: str, name: str) -> None:
+        try:
+            self._fs.rm_file(self._path(folder, name))
+        except FileNotFoundError:
+            pass
+
+    def folders(self) -> Iterator[str]:
+        for found in self._list(self._root):
+            if found["type"] == "directory":
+                yield found["name"].rstrip("/").rsplit("/", 1)[-1]
+
+    def files(self, folder: str) -> list[FileInfo]:
+        return [_file_info(found) for found in self._list(self._path(folder)) if found["type"] == "file"]
+
+    def where(self, folder: str = "", name: str = "") -> str:
+        return "/".join(part for part in (self.url, folder, name) if part)
+
+    def _list(self, path: str) -> list[dict[str, Any]]:
+        try:
+            return list(self._fs.ls(path, detail=True, refresh=True))
+        except FileNotFoundError:
+            return []
+
+    def _path(self, folder: str, name: str = "") -> str:
+        return "/".join(part for part in (self._root, folder, name) if part)
+
+
+def _file_info(found: dict[str, Any]) -> FileInfo:
+    changed = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
+    seconds = changed.timestamp() if isinstance(changed, datetime) else float(changed or 0)
+    return FileInfo(found["name"].rsplit("/", 1)[-1], int(found["size"]), seconds)

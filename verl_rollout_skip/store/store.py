@@ -1,0 +1,352 @@
+"""``RolloutStore``: the rollouts of one run, on disk or on an object store, by key."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from verl_rollout_skip.errors import (
+    CorruptEntryError,
+    DiskLimitError,
+    DumpError,
+    RolloutSkipError,
+    StoreError,
+)
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.sizes import format_size, parse_size
+from verl_rollout_skip.store import codec, commit, names
+from verl_rollout_skip.store.batch import Batch, BatchKind, put_together
+from verl_rollout_skip.store.entry import EntryRecord
+from verl_rollout_skip.store.local import LocalStorage, free_bytes, is_own_leftover
+from verl_rollout_skip.store.prefetch import Prefetcher
+from verl_rollout_skip.store.remote import RemoteStorage
+from verl_rollout_skip.store.storage import FileInfo, Storage
+from verl_rollout_skip.store.writer import BackgroundWriter, Job
+
+logger = logging.getLogger(__name__)
+
+_RESCAN_SECONDS = 60.0
+
+
+class RolloutStore:
+    """The recorded rollouts of one run.
+
+    Args:
+        path: a local folder (made by the first ``put``) or an fsspec URL such as ``s3://bucket/run``.
+        background: write on a thread of its own; ``put`` then returns as soon as it has taken a snapshot.
+        max_pending_bytes: how much tensor data may wait for the background writer before ``put`` waits.
+        max_disk: refuse to make the run folder larger than this, e.g. ``"200GB"``.
+        max_load_bytes: the most memory that loading one entry may take; by default what the machine has free.
+        storage_options: arguments for the fsspec file system, e.g. credentials or an endpoint.
+
+    A store may be used by several processes at once, each with its own ``RolloutStore``; it can be pickled.
+    Use it as a context manager, or call ``close``: that waits for the background writer and raises what failed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        background: bool = True,
+        max_pending_bytes: int | str = "8GiB",
+        max_disk: int | str | None = None,
+        max_load_bytes: int | str | None = None,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        self._arguments = {
+            "background": background,
+            "max_pending_bytes": max_pending_bytes,
+            "max_disk": max_disk,
+            "max_load_bytes": max_load_bytes,
+            "storage_options": storage_options,
+        }
+        self.path = os.fspath(path)
+        self._storage = _open_storage(self.path, storage_options or {})
+        self._background = background
+        self._writer = BackgroundWriter(parse_size(max_pending_bytes, "max_pending_bytes"))
+        self._prefetcher: Prefetcher[Batch] = Prefetcher(self._load)
+        self._usage = _DiskUsage(self._storage, None if max_disk is None else parse_size(max_disk, "max_disk"))
+        self._max_load_bytes = None if max_load_bytes is None else parse_size(max_load_bytes, "max_load_bytes")
+
+    def put(
+        self,
+        key: RolloutKey,
+        batch: Any,
+        *,
+        inputs: Any = None,
+        info: dict[str, Any] | None = None,
+        replace: bool = False,
+    ) -> None:
+        """Record the output of a rollout step, and its input, under a key.
+
+        The containers of ``batch`` may be changed as soon as this returns; the tensors' storages may not be written
+        into before ``flush``. A key that is taken keeps its entry: the same rollout is no error, another one is
+        ``EntryExistsError``; ``replace`` replaces it at once and atomically. ``info`` goes into the entry's record
+        and must be JSON.
+
+        In the background an error is raised by a later call; this batch is accepted even if this call raises
+        ``DumpError`` for an earlier one.
+        """
+        if not isinstance(key, RolloutKey):
+            raise TypeError(f"The key of a rollout is a RolloutKey(step, gen_batch), not {key!r}")
+        details = _json_copy(info or {})
+        prepared = codec.prepare(batch, inputs)
+        self._prefetcher.drop(key)
+        if self._background:
+            self._writer.submit(Job(key, _held_bytes(prepared), lambda: self._write(key, prepared, details, replace)))
+        else:
+            self._write(key, prepared, details, replace)
+
+    def get(self, key: RolloutKey, kind: BatchKind | str | None = None) -> Any:
+        """The recorded batch, after its digest was checked.
+
+        It comes back as it was put: a DataProto or a TensorDict. Where verl is not installed a recorded DataProto
+        comes as the TensorDict that its ``to_tensordict`` would give. ``kind`` asks for one of the two.
+        """
+        wanted = None if kind is None else BatchKind(kind)
+        batch = self._prefetcher.take(key)
+        if batch is None:
+            batch = self._load(key)
+        return _present(batch, wanted)
+
+    def inputs(self, key: RolloutKey, kind: BatchKind | str | None = None) -> Any:
+        """The recorded input of the rollout step, or None if it was put without."""
+        reader = self._reader(key)
+        return _present(reader.input(), None if kind is None else BatchKind(kind)) if reader.has_input else None
+
+    def prefetch(self, key: RolloutKey) -> None:
+        """Start to load an entry in the background; the next ``get`` of this key then takes no time.
+
+        One entry is held at most. An error shows at ``get``.
+        """
+        self._prefetcher.start(key)
+
+    def record(self, key: RolloutKey) -> EntryRecord:
+        """What is known of an entry without opening it: rows, tokens, size, mean score, ``info`` …"""
+        self._writer.wait(key)
+        return commit.read_record(self._storage, key, self._load_limit())
+
+    def keys(self) -> list[RolloutKey]:
+        """The committed keys in order."""
+        found = []
+        for folder in self._storage.folders():
+            step = names.parse_folder(folder)
+            if step is not None:
+                numbers = (names.parse_data(file.name) for file in self._storage.files(folder))
+                found += [RolloutKey(step, number) for number in numbers if number is not None]
+        return sorted(found)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether an entry is committed under this key; what still waits to be written is not yet."""
+        if not isinstance(key, RolloutKey):
+            return False
+        return self._storage.info(names.folder_name(key), names.data_name(key)) is not None
+
+    def __iter__(self) -> Iterator[RolloutKey]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def verify(self, key: RolloutKey) -> EntryRecord:
+        """Check everything about an entry: digest, record, page checksums, and that it decodes. Returns the record."""
+        self._writer.wait(key)
+        committed = commit.load(self._storage, key, self._load_limit())
+        reader = self._open(key, committed)
+        reader.output()
+        if reader.has_input:
+            reader.input()
+        return committed.record
+
+    def delete(self, key: RolloutKey) -> None:
+        """Remove an entry."""
+        self._writer.wait(key)
+        self._prefetcher.drop(key)
+        commit.delete(self._storage, key)
+
+    def set_aside(self, key: RolloutKey) -> str:
+        """Rename an unreadable entry to ``*.corrupt``, so that the key is free again; returns the new path."""
+        self._writer.wait(key)
+        self._prefetcher.drop(key)
+        return commit.set_aside(self._storage, key)
+
+    def prune(self, older_than_s: float = 86400.0) -> list[str]:
+        """Remove what crashed writers left behind; returns the paths.
+
+        Temporary files go if their process on this machine is gone, or if they are older than ``older_than_s``
+        seconds; so do records whose Parquet file was never committed. Committed entries are never touched.
+        """
+        removed = []
+        for folder in self._storage.folders():
+            if names.parse_folder(folder) is None:
+                continue
+            files = self._storage.files(folder)
+            for file in files:
+                if _is_leftover(file, {other.name for other in files}, older_than_s):
+                    self._storage.delete(folder, file.name)
+                    removed.append(self._storage.where(folder, file.name))
+        return removed
+
+    def flush(self) -> None:
+        """Return when everything that was put is committed; raises ``DumpError`` for what failed."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """``flush``, and end the background thread. Reading goes on working; ``put`` does not."""
+        self._prefetcher.drop()
+        self._writer.close()
+
+    def __enter__(self) -> RolloutStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        return _reopen, (self.path, self._arguments)
+
+    def __repr__(self) -> str:
+        return f"RolloutStore({self._storage.where()!r})"
+
+    def _write(self, key: RolloutKey, prepared: codec.Prepared, info: dict[str, Any], replace: bool) -> None:
+        try:
+            record = commit.commit(self._storage, key, prepared, info, replace, self._usage.admit)
+        except RolloutSkipError:
+            raise
+        except Exception as error:
+            raise DumpError(_dump_message(self._storage, key, error)) from error
+        self._usage.add(record.bytes)
+        logger.debug("%s: committed %s", key, format_size(record.bytes))
+
+    def _load(self, key: RolloutKey) -> Batch:
+        return self._reader(key).output()
+
+    def _reader(self, key: RolloutKey) -> codec.Reader:
+        self._writer.wait(key)
+        return self._open(key, commit.load(self._storage, key, self._load_limit()))
+
+    def _open(self, key: RolloutKey, committed: commit.Committed) -> codec.Reader:
+        where = self._storage.where(names.folder_name(key), names.data_name(key))
+        try:
+            reader = codec.Reader(committed.data, self._load_limit())
+            if reader.key != key or reader.rows != committed.record.rows:
+                raise CorruptEntryError(
+                    f"It holds {reader.key} with {reader.rows} rows, its record says {committed.record.rows} rows."
+                )
+        except StoreError as error:
+            raise type(error)(f"The entry of {key} cannot be used: {where}. {error}") from error
+        return reader
+
+    def _load_limit(self) -> int:
+        return _free_memory() if self._max_load_bytes is None else self._max_load_bytes
+
+
+class _DiskUsage:
+    """The size of the run folder against ``max_disk``: counted once, then kept up, and counted again from time to
+    time because other processes write and prune too."""
+
+    def __init__(self, storage: Storage, limit: int | None) -> None:
+        self._storage = storage
+        self._limit = limit
+        self._used = 0
+        self._counted_at = float("-inf")
+
+    def admit(self, size: int) -> None:
+        """Raise ``DiskLimitError`` if so many more bytes would be too many."""
+        if self._limit is None:
+            return
+        if time.monotonic() - self._counted_at > _RESCAN_SECONDS or self._used + size > self._limit:
+            self._used = sum(file.size for file in self._files())
+            self._counted_at = time.monotonic()
+        if self._used + size > self._limit:
+            raise DiskLimitError(
+                f"Not written: {self._storage.where()} holds {format_size(self._used)}, and {format_size(size)} more "
+                f"would exceed max_disk of {format_size(self._limit)}. Raise max_disk, delete entries, or record fewer "
+                "steps."
+            )
+
+    def add(self, size: int) -> None:
+        self._used += size
+
+    def _files(self) -> Iterator[FileInfo]:
+        for folder in self._storage.folders():
+            for file in self._storage.files(folder):
+                if not file.name.startswith(names.TEMPORARY):
+                    yield file
+
+
+def _open_storage(path: str, options: dict[str, Any]) -> Storage:
+    if path.startswith("file://"):
+        return LocalStorage(path.removeprefix("file://"))
+    return RemoteStorage(path, options) if "://" in path else LocalStorage(path)
+
+
+def _reopen(path: str, arguments: dict[str, Any]) -> RolloutStore:
+    return RolloutStore(path, **arguments)
+
+
+def _present(batch: Batch, kind: BatchKind | None) -> Any:
+    if kind is None and batch.kind is BatchKind.DATAPROTO and importlib.util.find_spec("verl") is None:
+        kind = BatchKind.TENSORDICT
+    return put_together(batch, kind)
+
+
+def _json_copy(info: dict[str, Any]) -> dict[str, Any]:
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(info, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"info must be JSON (dict, list, str, finite numbers, bool, None): {error}") from error
+    return copy
+
+
+def _held_bytes(prepared: codec.Prepared) -> int:
+    """The memory that a waiting dump keeps alive; storages that several tensors share count once."""
+    parts = [part for part in (prepared.output, prepared.input) if part is not None]
+    storages: dict[int, int] = {}
+    for part in parts:
+        for tensor in part.batch.tensors.values():
+            storage = (tensor.values() if tensor.layout is torch.jagged else tensor).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values()) + sum(array.nbytes for part in parts for array in part.batch.arrays.values())
+
+
+def _is_leftover(file: FileInfo, beside: set[str], older_than_s: float) -> bool:
+    old = time.time() - file.changed > older_than_s
+    if file.name.startswith(names.TEMPORARY):
+        gone = is_own_leftover(file.name)
+        return old if gone is None else gone
+    gen_batch = names.parse_pending(file.name)
+    if gen_batch is None or not old:
+        return False
+    # A pending record is needed as long as its Parquet file may be there without a record of its own.
+    key = RolloutKey(0, gen_batch)
+    return names.data_name(key) not in beside or names.record_name(key) in beside
+
+
+def _dump_message(storage: Storage, key: RolloutKey, error: Exception) -> str:
+    message = f"{key} was not written to {storage.where()}: {error}."
+    if isinstance(storage, LocalStorage):
+        message += f" {format_size(free_bytes(storage.root))} are free there."
+    return f"{message} Training is not affected; the step will have to be generated again."
+
+
+def _free_memory() -> int:
+    """Memory that can be had without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
