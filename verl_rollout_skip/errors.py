@@ -60,7 +60,7 @@ class DumpError(StoreError):
     @classmethod
     def of(cls, failures: Sequence[tuple[RolloutKey, BaseException]]) -> DumpError:
         """The error for dumps that failed in the background."""
-        lines = "\n".join(f"- {key}: {error}" for key, error in failures)
+        lines = "\n".join(f"- {error}" if str(key) in str(error) else f"- {key}: {error}" for key, error in failures)
         error = cls(f"{len(failures)} rollout(s) were not written:\n{lines}")
         error.failures = tuple(failures)
         return error

@@ -118,7 +118,7 @@ def decode(text: str, blobs: Sequence[bytes]) -> Any:
     try:
         value = json.loads(text)
         return _untag(value, blobs) if f'"{TYPE}"' in text else value
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, struct.error) as error:
         raise CorruptEntryError(f"A stored cell is malformed ({error}): {text[:200]!r}") from error
 
 
@@ -225,6 +225,10 @@ def _tag_bulk(value: Any, blobs: list[Blob], where: str, depth: int) -> Any:
 
     if type(value) is bytes:
         return {TYPE: "bytes", "blob": blob(value)}
+    if type(value) is np.str_:
+        return {TYPE: "numpy", "dtype": "U", "hex": value.encode("utf-8", "surrogatepass").hex()}
+    if type(value) is np.bytes_:
+        return {TYPE: "numpy", "dtype": "S", "hex": value.hex()}
     if isinstance(value, np.generic) and _NUMPY_DTYPE.fullmatch(value.dtype.str):
         return {TYPE: "numpy", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
     if type(value) is np.ndarray:
@@ -276,14 +280,27 @@ def _read_ndarray(tag: dict[str, Any], blobs: Sequence[bytes]) -> np.ndarray:
         for index, item in enumerate(tag["items"]):
             array[index] = _untag(item, blobs)
         return array.reshape(shape)
-    return np.frombuffer(blobs[_size(tag["blob"])], _numpy_dtype(tag["dtype"])).reshape(shape).copy()
+    return _array(blobs[_size(tag["blob"])], _numpy_dtype(tag["dtype"]), shape)
 
 
 def _read_tensor(tag: dict[str, Any], blobs: Sequence[bytes]) -> torch.Tensor:
     shape = tuple(_size(size) for size in tag["shape"])
     dtype = TORCH_DTYPES[tag["dtype"]]
-    bits = np.frombuffer(blobs[_size(tag["blob"])], dtype.bits).reshape(shape).copy()
-    return tensor_from_bits(bits, dtype.torch)
+    return tensor_from_bits(_array(blobs[_size(tag["blob"])], dtype.bits, shape), dtype.torch)
+
+
+def _read_numpy(tag: dict[str, Any], blobs: Sequence[bytes]) -> Any:
+    data = bytes.fromhex(tag["hex"])
+    if tag["dtype"] == "U":
+        return np.str_(data.decode("utf-8", "surrogatepass"))
+    return np.bytes_(data) if tag["dtype"] == "S" else _array(data, _numpy_dtype(tag["dtype"]), ())[()]
+
+
+def _array(data: bytes, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """An array of its own memory from bytes of exactly its size."""
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are no array of shape {shape} and dtype {dtype}")
+    return np.frombuffer(data, dtype).reshape(shape).copy() if data else np.empty(shape, dtype)
 
 
 def _read_image(tag: dict[str, Any], blobs: Sequence[bytes]) -> Any:
@@ -318,7 +335,7 @@ _READERS: dict[Any, Callable[[dict[str, Any], Sequence[bytes]], Any]] = {
     "bytes": lambda tag, blobs: bytes(blobs[_size(tag["blob"])]),
     "tuple": lambda tag, blobs: tuple(_untag(item, blobs) for item in tag["items"]),
     "dict": lambda tag, blobs: {_untag(key, blobs): _untag(item, blobs) for key, item in tag["items"]},
-    "numpy": lambda tag, _: np.frombuffer(bytes.fromhex(tag["hex"]), _numpy_dtype(tag["dtype"]))[0],
+    "numpy": _read_numpy,
     "ndarray": _read_ndarray,
     "tensor": _read_tensor,
     "image": _read_image,

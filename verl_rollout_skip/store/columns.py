@@ -169,7 +169,7 @@ def _echo(column: Numbers, echoed: Part | None) -> Form | None:
     """The input that a rollout hands through to its output is stored once."""
     for other in echoed.numbers if echoed else ():
         if other.path == column.path and _identical(column, other):
-            return Same(column.form.element, (), ".".join(column.path))
+            return Same(column.form.element, (), "")
     return None
 
 

@@ -3,13 +3,18 @@
 An entry is two files, and no file system renames two files at once. So the record is written first, durably, under a
 *pending* name that contains the digest of the Parquet file it belongs to; then the Parquet file is published, which
 is the commit; then the record gets its own name. A reader digests the Parquet file and takes the record with that
-digest: its own name normally, the pending one if the writer died or is still on its way between the last two steps.
-That holds for replacing an entry too, where the old record is still in place, and for two writers at once.
+digest: under its own name normally, under a pending name if the writer died, or is still on its way, before the last
+step.
+
+Writers that replace one entry at the same time can give their records the name in another order than their Parquet
+files. So a replacing writer leaves its pending record where it is: whichever Parquet file stays, its record is there.
+``prune`` removes such records when they are old and not needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -23,6 +28,7 @@ from verl_rollout_skip.errors import (
     EntryExistsError,
     EntryNotFoundError,
     EntryTooLargeError,
+    StoreError,
     UnreadableEntryError,
 )
 from verl_rollout_skip.key import RolloutKey
@@ -34,7 +40,9 @@ from verl_rollout_skip.store.entry import (
     parse_record,
     record_bytes,
 )
-from verl_rollout_skip.store.storage import Staged, Storage
+from verl_rollout_skip.store.storage import Storage
+
+logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 5
 
@@ -70,13 +78,14 @@ def commit(
         _put(storage, folder, pending, record_bytes(record))
         try:
             storage.publish(staged, names.data_name(key), replace)
-        except FileExistsError:
-            storage.delete(folder, pending)
-            return _same_or_error(storage, key, record)
-        except BaseException:
-            _discard_pending(storage, key, staged, pending)
-            raise
-        storage.rename(folder, pending, names.record_name(key))
+        except BaseException as error:
+            # A put that was retried by the client, or a failure after the deed: our bytes may be in place all the same.
+            if not _is_in_place(storage, key, record.digest):
+                storage.delete(folder, pending)
+                if isinstance(error, FileExistsError):
+                    return _same_or_error(storage, key, record)
+                raise
+        _name_record(storage, key, record, pending, replace)
     return record
 
 
@@ -121,21 +130,24 @@ def load(storage: Storage, key: RolloutKey, limit: int) -> Committed:
 def read_record(storage: Storage, key: RolloutKey, limit: int) -> EntryRecord:
     """The record of a committed entry, without reading the Parquet file where that is possible."""
     folder = names.folder_name(key)
-    found = storage.info(folder, names.data_name(key))
-    if found is None:
-        raise _not_found(storage, key)
-    data = _read_record(storage, folder, names.record_name(key))
-    if data is not None:
-        with contextlib.suppress(UnreadableEntryError):
-            record = parse_record(data, key)
-            if record.bytes == found.size:
-                return record
+    files = {file.name: file for file in storage.files(folder)}
+    data = files.get(names.data_name(key))
+    pending = any(names.parse_pending(name) == key.gen_batch for name in files)
+    if data is not None and not pending and names.record_name(key) in files:
+        found = _read_record(storage, folder, names.record_name(key))
+        if found is not None:
+            with contextlib.suppress(UnreadableEntryError):
+                record = parse_record(found, key)
+                if record.bytes == data.size:
+                    return record
     return load(storage, key, limit).record
 
 
 def set_aside(storage: Storage, key: RolloutKey) -> str:
     """Take an unreadable entry out of the way without deleting it; returns where it is now."""
     folder = names.folder_name(key)
+    if storage.info(folder, names.data_name(key)) is None:
+        raise _not_found(storage, key)
     token = secrets.token_hex(3)
     for name in (names.data_name(key), names.record_name(key)):
         with contextlib.suppress(FileNotFoundError):
@@ -158,8 +170,20 @@ def _put(storage: Storage, folder: str, name: str, data: bytes) -> None:
         storage.publish(staged, name, replace=True)
 
 
+def _name_record(storage: Storage, key: RolloutKey, record: EntryRecord, pending: str, keep: bool) -> None:
+    folder = names.folder_name(key)
+    try:
+        if not keep:
+            with contextlib.suppress(FileNotFoundError):  # somebody pruned it meanwhile
+                storage.rename(folder, pending, names.record_name(key))
+                return
+        _put(storage, folder, names.record_name(key), record_bytes(record))
+    except OSError as error:
+        logger.warning("%s is committed; its record keeps the name %s (%s)", key, pending, error)
+
+
 def _same_or_error(storage: Storage, key: RolloutKey, record: EntryRecord) -> EntryRecord:
-    present = read_record(storage, key, limit=1 << 62)
+    present = load(storage, key, limit=1 << 62).record
     if present.content == record.content:
         return present
     raise EntryExistsError(
@@ -169,11 +193,31 @@ def _same_or_error(storage: Storage, key: RolloutKey, record: EntryRecord) -> En
     )
 
 
-def _discard_pending(storage: Storage, key: RolloutKey, staged: Staged, pending: str) -> None:
-    """After a failed publish: the Parquet file may be there all the same, and then the record is needed."""
-    with contextlib.suppress(OSError):
-        if storage.info(staged.folder, names.data_name(key)) is None:
-            storage.delete(staged.folder, pending)
+def _is_in_place(storage: Storage, key: RolloutKey, digest: str) -> bool:
+    """Whether the Parquet file under this key has this digest; if that cannot be found out, it may have."""
+    try:
+        data = storage.read(names.folder_name(key), names.data_name(key), limit=1 << 62)
+    except FileNotFoundError:
+        return False
+    except (OSError, StoreError):
+        return True
+    return xxhash.xxh3_128(data).hexdigest() == digest
+
+
+def is_pending_needed(storage: Storage, folder: str, key: RolloutKey, pending: str) -> bool:
+    """Whether an entry has no other record than this pending one."""
+    try:
+        data = storage.read(folder, names.data_name(key), limit=1 << 62)
+    except FileNotFoundError:
+        return False
+    digest = xxhash.xxh3_128(data).hexdigest()
+    if not pending.startswith(names.pending_prefix(key, digest)):
+        return False
+    found = _read_record(storage, folder, names.record_name(key))
+    try:
+        return found is None or parse_record(found, key).digest != digest
+    except UnreadableEntryError:
+        return True
 
 
 def _pending_record(storage: Storage, key: RolloutKey, digest: str) -> EntryRecord | None:

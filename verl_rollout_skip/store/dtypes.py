@@ -100,11 +100,6 @@ class Element:
     def arrow(self) -> pa.DataType:
         return pa.type_for_alias(self.stored)
 
-    @property
-    def splits(self) -> bool:
-        """Whether byte-stream-split applies: to every number, because Parquet keeps small ones in 32 bits."""
-        return self.stored != "bool"
-
 
 def element_of(values: Any, where: str) -> tuple[Element, np.ndarray]:
     """The element type of a tensor or array, before it is narrowed, and the bits."""

@@ -16,7 +16,8 @@ import xxhash
 from verl_rollout_skip._version import __version__
 from verl_rollout_skip.errors import CorruptEntryError, UnreadableEntryError
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.store.codec import FORMAT_VERSION, Summary, check_version
+from verl_rollout_skip.store.encoder import Summary
+from verl_rollout_skip.store.format import FORMAT_VERSION, check_version
 
 MAX_RECORD_BYTES = 16 << 20
 

@@ -353,17 +353,14 @@ class Rows(Form):
 
 @dataclass(frozen=True)
 class Same(Form):
-    """The very same values as another column of this part: stored once."""
+    """The very same values as another column, stored once: as the key ``of`` of the same batch or, if that is empty,
+    as the same key of the rollout's output (an input that the rollout handed through)."""
 
     of: str
     name: ClassVar[str] = "same"
 
     def row_bytes(self) -> int:
         return 0
-
-    def read(self, column: str, reading: Reading) -> Any:
-        other = reading.done(self.of)
-        return other.clone() if isinstance(other, torch.Tensor) else other.copy()
 
 
 FORMS: dict[str, type[Form]] = {

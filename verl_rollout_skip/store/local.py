@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import io
 import os
 import secrets
 import socket
@@ -16,6 +18,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from verl_rollout_skip.errors import EntryTooLargeError, UnsafePathError
 from verl_rollout_skip.store.names import TEMPORARY
@@ -60,7 +64,7 @@ class LocalStorage:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
 
     def stage(self, folder: str) -> Staged:
-        self.root.mkdir(parents=True, exist_ok=True)
+        _make_durable_folder(self.root)
         with self._root_fd() as root_fd:
             try:
                 os.mkdir(folder, 0o755, dir_fd=root_fd)
@@ -91,15 +95,16 @@ class LocalStorage:
                 fd = os.open(name, _READ_FLAGS, dir_fd=folder_fd)
             except OSError as error:
                 raise self._link_error(error, folder, name) from error
-        with os.fdopen(fd, "rb", buffering=0) as file:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise UnsafePathError(f"{self.where(folder, name)} is no regular file; it was not read. Remove it.")
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            os.close(fd)
+            raise self._unsafe(folder, name)
+        with io.FileIO(fd, "rb") as file:
             if info.st_size > limit:
                 raise EntryTooLargeError(
                     f"{self.where(folder, name)} has {info.st_size} bytes and {limit} are allowed to be read."
                 )
-            return file.read(limit + 1)
+            return _read_exactly(file, info.st_size)
 
     def info(self, folder: str, name: str) -> FileInfo | None:
         try:
@@ -107,10 +112,8 @@ class LocalStorage:
                 found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
-        if stat.S_ISLNK(found.st_mode):
-            raise UnsafePathError(
-                f"{self.where(folder, name)} is a symbolic link; links in a run folder are not followed."
-            )
+        if not stat.S_ISREG(found.st_mode):
+            raise self._unsafe(folder, name)
         return FileInfo(name, found.st_size, found.st_mtime)
 
     def rename(self, folder: str, old: str, new: str) -> None:
@@ -180,11 +183,14 @@ class LocalStorage:
 
     def _link_error(self, error: OSError, folder: str, name: str = "") -> Exception:
         if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-            return UnsafePathError(
-                f"{self.where(folder, name)} is a symbolic link or no regular file or folder; such things in a run "
-                "folder are not followed. Replace it by the real thing or remove it."
-            )
+            return self._unsafe(folder, name)
         return error
+
+    def _unsafe(self, folder: str, name: str) -> UnsafePathError:
+        return UnsafePathError(
+            f"{self.where(folder, name)} is a symbolic link, or not a regular file or folder; such things in a run "
+            "folder are not followed. Replace it by the real thing or remove it."
+        )
 
 
 def is_own_leftover(name: str) -> bool | None:
@@ -201,6 +207,29 @@ def is_own_leftover(name: str) -> bool | None:
     return False
 
 
+def _read_exactly(file: io.FileIO, size: int) -> bytes:
+    """So many bytes, or fewer if the file ends before; one read returns at most 2 GiB."""
+    pieces = []
+    while size > 0 and (piece := file.read(size)):
+        pieces.append(piece)
+        size -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _make_durable_folder(path: Path) -> None:
+    """``mkdir -p`` that survives a crash of the machine: each new folder is synced into its parent."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        _make_durable_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _exists(folder_fd: int, name: str) -> bool:
     try:
         os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
@@ -209,8 +238,13 @@ def _exists(folder_fd: int, name: str) -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=1)
 def _host() -> str:
-    return "".join(letter for letter in socket.gethostname() if letter.isalnum())[:32] or "host"
+    """Where a process id means this process: the machine since it was started, and the container on it."""
+    identity = socket.gethostname()
+    with contextlib.suppress(OSError):
+        identity += Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    return xxhash.xxh3_64(identity.encode()).hexdigest()
 
 
 def free_bytes(path: Any) -> int:

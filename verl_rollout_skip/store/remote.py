@@ -16,6 +16,8 @@ import fsspec
 from verl_rollout_skip.errors import EntryTooLargeError
 from verl_rollout_skip.store.storage import FileInfo, Staged
 
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "az"}
+
 
 class RemoteStorage:
     """A run folder under a URL."""
@@ -25,6 +27,9 @@ class RemoteStorage:
         # A listing that was cached would hide what other processes have committed.
         self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
         self._root = self._root.rstrip("/")
+        # There are no folders in a bucket, and asking for one could create a bucket whose name was misspelt.
+        protocols = [self._fs.protocol] if isinstance(self._fs.protocol, str) else self._fs.protocol
+        self._has_buckets = not _BUCKETS.isdisjoint(protocols)
 
     def stage(self, folder: str) -> Staged:
         return Staged(folder, io.BytesIO())
@@ -33,9 +38,7 @@ class RemoteStorage:
         if not staged.stream.closed:
             staged.stream.close()
         assert isinstance(staged._file, io.BytesIO)
-        path = self._path(staged.folder, name)
-        self._fs.makedirs(self._path(staged.folder), exist_ok=True)
-        self._fs.pipe_file(path, staged._file.getvalue(), mode="overwrite" if replace else "create")
+        self._pipe(self._path(staged.folder, name), staged._file.getvalue(), "overwrite" if replace else "create")
 
     def read(self, folder: str, name: str, limit: int) -> bytes:
         info = self.info(folder, name)
@@ -55,7 +58,7 @@ class RemoteStorage:
 
     def rename(self, folder: str, old: str, new: str) -> None:
         data = self._fs.cat_file(self._path(folder, old))
-        self._fs.pipe_file(self._path(folder, new), data, mode="overwrite")
+        self._pipe(self._path(folder, new), data, "overwrite")
         self.delete(folder, old)
 
     def delete(self, folder: str, name: str) -> None:
@@ -74,6 +77,11 @@ class RemoteStorage:
 
     def where(self, folder: str = "", name: str = "") -> str:
         return "/".join(part for part in (self.url, folder, name) if part)
+
+    def _pipe(self, path: str, data: bytes, mode: str) -> None:
+        if not self._has_buckets:
+            self._fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+        self._fs.pipe_file(path, data, mode=mode)
 
     def _list(self, path: str) -> list[dict[str, Any]]:
         try:

@@ -58,10 +58,13 @@ class Staged:
         self.stream.close()
 
     def _pass_on(self, data: Any) -> int:
-        self._file.write(data)
+        size = len(data)
         self._hash.update(data)
-        self.size += len(data)
-        return len(data)
+        while len(data):
+            # A raw file may take less than it was given: then the next write says why.
+            data = data[self._file.write(data) :]
+        self.size += size
+        return size
 
     def discard(self) -> None:
         """Forget the bytes; nothing happens if they were published."""

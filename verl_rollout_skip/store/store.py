@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +74,7 @@ class RolloutStore:
         self._storage = _open_storage(self.path, storage_options or {})
         self._background = background
         self._writer = BackgroundWriter(parse_size(max_pending_bytes, "max_pending_bytes"))
+        weakref.finalize(self, self._writer.stop)
         self._prefetcher: Prefetcher[Batch] = Prefetcher(self._load)
         self._usage = _DiskUsage(self._storage, None if max_disk is None else parse_size(max_disk, "max_disk"))
         self._max_load_bytes = None if max_load_bytes is None else parse_size(max_load_bytes, "max_load_bytes")
@@ -104,6 +106,7 @@ class RolloutStore:
         if self._background:
             self._writer.submit(Job(key, _held_bytes(prepared), lambda: self._write(key, prepared, details, replace)))
         else:
+            self._writer.raise_if_closed(key)
             self._write(key, prepared, details, replace)
 
     def get(self, key: RolloutKey, kind: BatchKind | str | None = None) -> Any:
@@ -189,9 +192,8 @@ class RolloutStore:
         for folder in self._storage.folders():
             if names.parse_folder(folder) is None:
                 continue
-            files = self._storage.files(folder)
-            for file in files:
-                if _is_leftover(file, {other.name for other in files}, older_than_s):
+            for file in self._storage.files(folder):
+                if _is_leftover(self._storage, folder, file, older_than_s):
                     self._storage.delete(folder, file.name)
                     removed.append(self._storage.where(folder, file.name))
         return removed
@@ -214,7 +216,7 @@ class RolloutStore:
         self.close()
 
     def __reduce__(self) -> Any:
-        return _reopen, (self.path, self._arguments)
+        return _reopen, (self._storage.where(), self._arguments)
 
     def __repr__(self) -> str:
         return f"RolloutStore({self._storage.where()!r})"
@@ -321,17 +323,15 @@ def _held_bytes(prepared: codec.Prepared) -> int:
     return sum(storages.values()) + sum(array.nbytes for part in parts for array in part.batch.arrays.values())
 
 
-def _is_leftover(file: FileInfo, beside: set[str], older_than_s: float) -> bool:
+def _is_leftover(storage: Storage, folder: str, file: FileInfo, older_than_s: float) -> bool:
     old = time.time() - file.changed > older_than_s
     if file.name.startswith(names.TEMPORARY):
         gone = is_own_leftover(file.name)
         return old if gone is None else gone
-    gen_batch = names.parse_pending(file.name)
-    if gen_batch is None or not old:
+    gen_batch, step = names.parse_pending(file.name), names.parse_folder(folder)
+    if gen_batch is None or step is None or not old:
         return False
-    # A pending record is needed as long as its Parquet file may be there without a record of its own.
-    key = RolloutKey(0, gen_batch)
-    return names.data_name(key) not in beside or names.record_name(key) in beside
+    return not commit.is_pending_needed(storage, folder, RolloutKey(step, gen_batch), file.name)
 
 
 def _dump_message(storage: Storage, key: RolloutKey, error: Exception) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
+from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, UnsupportedBatchError
 
 
 def list_field(name: str, item: pa.DataType) -> pa.Field:
@@ -37,7 +38,8 @@ class ColumnReader:
     what Arrow holds of a column is freed as soon as the column is decoded.
     """
 
-    def __init__(self, data: pa.Buffer, metadata: pq.FileMetaData) -> None:
+    def __init__(self, data: pa.Buffer, metadata: pq.FileMetaData, limit: int) -> None:
+        self._limit = limit
         self._data = data
         self._metadata = metadata
         self._names = metadata.schema.to_arrow_schema().names
@@ -64,8 +66,23 @@ class ColumnReader:
         return lengths.astype(np.int64), values
 
     def objects(self, name: str, kind: pa.DataType) -> list[Any]:
-        """A column as Python values."""
-        return [value for _, chunk in self._chunks(name, kind, nullable=True) for value in chunk.to_pylist()]
+        """A column as Python values, None where there is none."""
+        if not (pa.types.is_string(kind) or pa.types.is_binary(kind)):
+            return [value for _, chunk in self._chunks(name, kind, nullable=True) for value in chunk.to_pylist()]
+        # Read as a dictionary, because a few bytes in a file can stand for a long text in a billion rows.
+        values: list[Any] = []
+        total = 0
+        for _, chunk in self._chunks(name, pa.dictionary(pa.int32(), kind), nullable=True, dictionary=True):
+            lengths = pc.binary_length(chunk.dictionary).to_numpy(zero_copy_only=False)
+            codes = chunk.indices.drop_null().to_numpy()
+            total += int(lengths[codes].sum())
+            if total > self._limit:
+                raise EntryTooLargeError(
+                    f"Column {name!r} would take more than the {self._limit} bytes that are allowed."
+                )
+            texts = chunk.dictionary.to_pylist()
+            values += [None if code is None else texts[code] for code in chunk.indices.to_pylist()]
+        return values
 
     def shared_offsets(self, group: int, lengths: np.ndarray) -> torch.Tensor:
         """One offsets tensor for all NestedTensors of a group."""
@@ -87,7 +104,9 @@ class ColumnReader:
                 raise CorruptEntryError(f"Column {name!r} has missing values.")
             yield rows, np.diff(offsets), values.to_numpy(zero_copy_only=False)
 
-    def _chunks(self, name: str, kind: pa.DataType | None, nullable: bool = False) -> Iterator[tuple[slice, pa.Array]]:
+    def _chunks(
+        self, name: str, kind: pa.DataType | None, nullable: bool = False, dictionary: bool = False
+    ) -> Iterator[tuple[slice, pa.Array]]:
         if self._names.count(name) != 1:
             raise CorruptEntryError(f"The file has no column {name!r}, which it says it holds.")
         file = pq.ParquetFile(
@@ -95,6 +114,7 @@ class ColumnReader:
             metadata=self._metadata,
             page_checksum_verification=True,
             pre_buffer=False,
+            read_dictionary=[name] if dictionary else None,
         )
         column = file.read(columns=[name], use_threads=False).column(name)
         if len(column) != self._metadata.num_rows:

@@ -40,19 +40,27 @@ class BackgroundWriter:
 
     def __init__(self, max_pending_bytes: int) -> None:
         self._max_pending_bytes = max_pending_bytes
+        self._closed = False
+        self._begin()
+
+    def _begin(self) -> None:
         self._jobs: deque[Job] = deque()
         self._pending_bytes = 0
         self._failures: list[tuple[RolloutKey, BaseException]] = []
         self._changed = threading.Condition()
-        self._closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
+    def _check_fork(self) -> None:
+        """A forked child has neither its parent's thread nor the right to its jobs: it begins anew."""
+        if self._pid != os.getpid():
+            self._begin()
+
     def submit(self, job: Job) -> None:
         """Queue a job. It is accepted even when this raises ``DumpError`` for an earlier one."""
+        self._check_fork()
         with self._changed:
-            if self._closed:
-                raise DumpError(f"{job.key} was not written: the store is closed.")
+            self.raise_if_closed(job.key)
             self._start()
             while self._jobs and self._pending_bytes + job.size > self._max_pending_bytes:
                 logger.debug("%s waits: %s are being written", job.key, format_size(self._pending_bytes))
@@ -62,28 +70,38 @@ class BackgroundWriter:
             self._changed.notify_all()
         self.raise_failures()
 
+    def raise_if_closed(self, key: RolloutKey) -> None:
+        if self._closed:
+            raise DumpError(f"{key} was not written: the store is closed. Open it anew to write.")
+
     def wait(self, key: RolloutKey) -> None:
         """Return when no job of this key is waiting or running."""
+        self._check_fork()
         with self._changed:
             self._changed.wait_for(lambda: all(job.key != key for job in self._jobs))
 
     def flush(self) -> None:
         """Return when everything is written; raise what failed."""
+        self._check_fork()
         with self._changed:
             self._changed.wait_for(lambda: not self._jobs)
         self.raise_failures()
 
     def close(self) -> None:
         """Write what waits and end the thread; raise what failed. Closing again does nothing."""
-        if self._pid != os.getpid():
-            return  # a forked child has neither the thread nor the right to write its parent's jobs
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._check_fork()
+        self.stop()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.raise_failures()
+
+    def stop(self) -> None:
+        """End the thread once everything is written, without waiting for it."""
+        self._check_fork()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def raise_failures(self) -> None:
         """Raise what has failed since the last time, if anything."""
@@ -94,11 +112,8 @@ class BackgroundWriter:
         raise DumpError.of(failures) from failures[0][1]
 
     def _start(self) -> None:
-        if self._thread is not None and self._pid == os.getpid():
+        if self._thread is not None:
             return
-        if self._pid != os.getpid():
-            self._jobs.clear()
-            self._pending_bytes, self._pid = 0, os.getpid()
         self._thread = threading.Thread(target=self._work, name="rollout-skip-writer", daemon=True)
         self._thread.start()
         # Daemon threads still run while exit handlers do, so this drains the queue when nobody called close.
@@ -114,7 +129,7 @@ class BackgroundWriter:
             try:
                 job.run()
             except BaseException as error:
-                logger.error("%s was not written: %s", job.key, error)
+                logger.error("dump failed: %s: %s", job.key, error)
                 with self._changed:
                     self._failures.append((job.key, error))
             with self._changed:

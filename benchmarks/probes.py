@@ -1,0 +1,274 @@
+"""The single measurements, each meant for a process of its own.
+
+``python -m benchmarks.probes NAME '{"folder": …}'`` runs one and prints its result as JSON on the last line. "ours" is
+``RolloutStore``, "upstream" is ``DataProto.save_to_disk`` and ``load_from_disk``. Before anything is timed, the same
+calls have been made once with a tiny batch: imports, thread pools and codecs are warm for both.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from verl import DataProto
+
+from benchmarks.batches import BatchSize, load_raw, make_batch
+from verl_rollout_skip import RolloutKey, RolloutStore
+
+TINY = BatchSize("tiny", 8, 16, 32)
+KEY = RolloutKey(2)
+SAMPLES = 30
+
+
+def ours_dump(folder: str, raw: str) -> dict[str, Any]:
+    """A dump that is durable when it returns, inputs included."""
+    store = _warm_store(folder, background=False)
+    output, inputs = load_raw(Path(raw))
+    with _Usage() as usage:
+        store.put(KEY, output, inputs=inputs, replace=True)
+    return {"seconds": usage.seconds, "extra_bytes": usage.extra_bytes, "bytes": _folder_bytes(_entry(folder))}
+
+
+def upstream_dump(folder: str, raw: str) -> dict[str, Any]:
+    """A dump, and then an fsync, which upstream leaves out; the inputs are not in it."""
+    _warm_upstream(folder)
+    output, _ = load_raw(Path(raw))
+    path = Path(folder) / "batch.pkl"
+    path.unlink(missing_ok=True)
+    with _Usage() as usage:
+        started = time.perf_counter()
+        output.save_to_disk(path)
+        unsynced = time.perf_counter() - started
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+    return {
+        "seconds": usage.seconds,
+        "unsynced_seconds": unsynced,
+        "extra_bytes": usage.extra_bytes,
+        "bytes": path.stat().st_size,
+    }
+
+
+def ours_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
+    """A load with its digest check, from files that are in the page cache."""
+    store = _warm_store(folder, background=False)
+    for file in _entry(folder).iterdir():
+        file.read_bytes()
+    with _Usage() as usage:
+        output = store.get(KEY)
+    if compare:
+        expected, expected_inputs = load_raw(Path(raw))
+        _require_same(output, expected)
+        _require_same(store.inputs(KEY), expected_inputs)
+    return {"seconds": usage.seconds, "peak_bytes": usage.extra_bytes}
+
+
+def upstream_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
+    """A load from a file that is in the page cache."""
+    _warm_upstream(folder)
+    path = Path(folder) / "batch.pkl"
+    path.read_bytes()
+    with _Usage() as usage:
+        output = DataProto.load_from_disk(path)
+    if compare:
+        _require_same(output, load_raw(Path(raw))[0])
+    return {"seconds": usage.seconds, "peak_bytes": usage.extra_bytes}
+
+
+def ours_blocked(folder: str, raw: str) -> dict[str, Any]:
+    """How long the training thread waits at a background dump, and at a hit that was prefetched."""
+    store = _warm_store(folder, background=True)
+    output, inputs = load_raw(Path(raw))
+    gc.collect()
+    dump = _seconds(lambda: store.put(KEY, output, inputs=inputs, replace=True))
+    store.flush()
+    del output, inputs
+    gc.collect()
+    _prefetch(store)
+    hit = _seconds(lambda: store.get(KEY))
+    return {"dump_seconds": dump, "hit_seconds": hit}
+
+
+def interpreter_lock(folder: str, raw: str, busy: bool) -> dict[str, Any]:
+    """How long a dump and a prefetch take in the background while the main thread sleeps or runs Python.
+
+    ``pace`` is how fast the main thread's Python loop ran meanwhile, 1.0 when it is alone; ``stall_seconds`` the
+    longest that it stood still.
+    """
+    store = _warm_store(folder, background=True)
+    output, inputs = load_raw(Path(raw))
+    alone = _Loop()
+    if busy:
+        alone.run(lambda: time.perf_counter() - alone.started > 1.0)
+    result = {}
+    for name, begin, end in (
+        ("dump", lambda: store.put(KEY, output, inputs=inputs, replace=True), store.flush),
+        ("load", lambda: None, lambda: _prefetch(store)),
+    ):
+        gc.collect()
+        started = time.perf_counter()
+        begin()
+        done = threading.Event()
+        waiter = threading.Thread(target=lambda end=end, done=done: (end(), done.set()))
+        waiter.start()
+        loop = _Loop()
+        if busy:
+            loop.run(done.is_set)
+        waiter.join()
+        result[name] = {"seconds": time.perf_counter() - started}
+        if busy:
+            result[name] |= {"pace": loop.pace / alone.pace, "stall_seconds": loop.stall}
+        store.get(KEY)
+    return result
+
+
+def growth(folder: str, entries: int) -> dict[str, Any]:
+    """What listing, asking and committing cost when so many entries are there: medians."""
+    store = _warm_store(folder, background=False)
+    root = Path(store.path)
+    files = list((root / "step_000001").iterdir())
+    # Links to one entry's files under other names. Their records hold the first one's key, so none of them could be
+    # loaded; listing, asking and committing do not open them and cost what they would with real entries.
+    for step in range(2, entries + 1):
+        copy = root / f"step_{step:06d}"
+        copy.mkdir()
+        for file in files:
+            os.link(file, copy / file.name)
+    assert len(store.keys()) == entries
+    batch = make_batch(TINY)[0]
+    steps = iter(range(entries + 1, entries + 1000))
+    limited = RolloutStore(root, background=False, max_disk="1TB")
+    return {
+        "keys_seconds": _median(lambda: store.keys()),
+        "contains_seconds": _median(lambda: RolloutKey(entries // 2 + 1) in store),
+        "commit_seconds": _median(lambda: store.put(RolloutKey(next(steps)), batch)),
+        # With max_disk the first commit, and one a minute after that, counts the bytes of the whole folder.
+        "counting_commit_seconds": _seconds(lambda: limited.put(RolloutKey(next(steps)), batch)),
+    }
+
+
+class _Usage:
+    """Wall time and peak memory of a block: how far the resident memory rose above where it was at the start."""
+
+    def __enter__(self) -> _Usage:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+        self._resident = _status("VmRSS")
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._started
+        self.extra_bytes = max(0, _status("VmHWM") - self._resident)
+
+
+class _Loop:
+    """A main thread that never lets go of the interpreter lock by itself."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.pace = 0.0
+        self.stall = 0.0
+
+    def run(self, finished: Callable[[], bool]) -> None:
+        self.started = last = time.perf_counter()
+        rounds = 0
+        while not finished():
+            total = 0
+            for number in range(500):
+                total += number
+            rounds += 1
+            now = time.perf_counter()
+            self.stall = max(self.stall, now - last)
+            last = now
+        self.pace = rounds / max(last - self.started, 1e-9)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _median(call: Callable[[], Any]) -> float:
+    return statistics.median(_seconds(call) for _ in range(SAMPLES))
+
+
+def _warm_store(folder: str, background: bool) -> RolloutStore:
+    store = RolloutStore(Path(folder) / "store", background=background)
+    output, inputs = make_batch(TINY)
+    store.put(RolloutKey(1), output, inputs=inputs, replace=True)
+    store.flush()
+    store.get(RolloutKey(1))
+    store.inputs(RolloutKey(1))
+    return store
+
+
+def _warm_upstream(folder: str) -> None:
+    path = Path(folder) / "warm.pkl"
+    make_batch(TINY)[0].save_to_disk(path)
+    DataProto.load_from_disk(path)
+    path.unlink()
+
+
+def _entry(folder: str) -> Path:
+    return Path(folder) / "store" / f"step_{KEY.step:06d}"
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _prefetch(store: RolloutStore) -> None:
+    """Prefetch and return when it is done: when the threads that it started have ended."""
+    before = set(threading.enumerate())
+    store.prefetch(KEY)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60.0)
+
+
+def _require_same(loaded: DataProto, expected: DataProto) -> None:
+    """Every bit of every tensor, every cell, and the order of the keys."""
+    for name, left, right in (
+        ("tensors", loaded.batch, expected.batch),
+        ("arrays", loaded.non_tensor_batch, expected.non_tensor_batch),
+    ):
+        if (left is None) != (right is None) or (left is not None and list(left.keys()) != list(right.keys())):
+            raise AssertionError(f"the {name} that were loaded have other keys")
+    for key, tensor in () if expected.batch is None else expected.batch.items():
+        found = loaded.batch[key]
+        same = found.dtype == tensor.dtype and found.shape == tensor.shape
+        if not same or not np.array_equal(found.numpy().view(np.uint8), tensor.numpy().view(np.uint8)):
+            raise AssertionError(f"tensor {key!r} was loaded with other values")
+    for key, array in expected.non_tensor_batch.items():
+        found = loaded.non_tensor_batch[key]
+        if found.dtype != array.dtype or found.shape != array.shape or found.tolist() != array.tolist():
+            raise AssertionError(f"array {key!r} was loaded with other values")
+    if loaded.meta_info != expected.meta_info:
+        raise AssertionError(f"meta_info was loaded as {loaded.meta_info}")
+
+
+PROBES = {
+    probe.__name__: probe
+    for probe in (ours_dump, upstream_dump, ours_load, upstream_load, ours_blocked, interpreter_lock, growth)
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps(PROBES[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -1,0 +1,248 @@
+"""A Parquet file back into the batch it was made from, bit for bit.
+
+The bytes may be damaged or hostile: every claim of the file is compared before anything is allocated for it, whatever
+cannot be decoded is a ``CorruptEntryError``, and nothing in it can run code.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, StoreError
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store import cells
+from verl_rollout_skip.store.batch import Batch, BatchKind
+from verl_rollout_skip.store.columns import cell_type
+from verl_rollout_skip.store.format import METADATA_KEY, check_version
+from verl_rollout_skip.store.forms import FORMS, Form, Reading, Same, form_from_json
+from verl_rollout_skip.store.padding import Spans
+from verl_rollout_skip.store.table import ColumnReader
+from verl_rollout_skip.store.threads import map_in_threads
+
+# A Python object takes at least so much memory, however little it takes in the file.
+_OBJECT_BYTES = 100
+
+
+class Reader:
+    """A Parquet file whose bytes are in memory: output and input are decoded on demand.
+
+    ``limit`` is the most memory, in bytes, that decoding may take; the file's own claims are compared with it
+    before anything is allocated.
+    """
+
+    def __init__(self, data: Any, limit: int) -> None:
+        self._limit = limit
+        with _damage_is_corruption():
+            self._data = pa.py_buffer(data)
+            self._metadata = pq.read_metadata(pa.BufferReader(self._data))
+            self._spec = self._read_spec()
+            key, rows = self._spec["key"], self._spec["rows"]
+            self.key = RolloutKey(*key)
+            if type(rows) is not int or rows != self._metadata.num_rows:
+                raise CorruptEntryError(f"The file claims {rows!r} rows and holds {self._metadata.num_rows}.")
+            self.rows: int = rows
+            self.has_input = self._spec["input"] is not None
+
+    def output(self) -> Batch:
+        """The recorded batch."""
+        with _damage_is_corruption():
+            return self._decode("output", self._spec["output"], None)
+
+    def input(self) -> Batch:
+        """The recorded input of the rollout step."""
+        with _damage_is_corruption():
+            return self._decode("input", self._spec["input"], self._echoed())
+
+    def _echoed(self) -> dict[str, Any] | None:
+        """The part of the output that the input is stored as."""
+        spec, output = self._spec["input"], self._spec["output"]
+        numbers = [item for item in spec["numbers"] if item["form"] == Same.name and not item["of"]]
+        names = {_place(item) for item in numbers}
+        needed = {name for item in output["numbers"] if _place(item) in names for name in FORMS[item["form"]].needs}
+        needed |= {item["of"] for item in output["numbers"] if _place(item) in names and item["form"] == Same.name}
+        paths = [item["path"] for item in spec["objects"] if item.get("same")]
+        return {
+            **output,
+            "numbers": [
+                item
+                for item in output["numbers"]
+                if _place(item) in names or _place(item) in {_tensor(n) for n in needed}
+            ],
+            "objects": [item for item in output["objects"] if item["path"] in paths],
+        }
+
+    def _read_spec(self) -> dict[str, Any]:
+        text = (self._metadata.metadata or {}).get(METADATA_KEY)
+        if text is None:
+            raise CorruptEntryError("It is a Parquet file, but not one that this package wrote: it has no description.")
+        spec = json.loads(text)
+        check_version(spec["format_version"])
+        return spec
+
+    def _decode(self, name: str, spec: dict[str, Any], echoed: dict[str, Any] | None) -> Batch:
+        parts = [self._parse(spec, name)]
+        if echoed is not None:
+            parts.insert(0, self._parse(echoed, "output"))
+        self._check_size(parts)
+        reader = ColumnReader(self._data, self._metadata, self._limit)
+        done: dict[_Place, Any] = {}
+        for part in parts:
+            earlier, done = done, {}
+            self._decode_numbers(part, reader, done, earlier)
+            for item in part.spec["objects"]:
+                place = (False, tuple(item["path"]))
+                done[place] = earlier[place].copy() if item.get("same") else self._object_array(item, reader)
+        return _batch(spec, parts[-1], done, self.rows)
+
+    def _parse(self, spec: dict[str, Any], name: str) -> _ParsedPart:
+        widths = spec["spans"]
+        lengths = ["skip__input_length"] if name == "input" else ["skip__prompt_length", "skip__response_length"]
+        spans = None
+        if widths is not None:
+            reader = ColumnReader(self._data, self._metadata, self._limit)
+            values = [np.asarray(reader.objects(column, pa.int32()), np.int64) for column in lengths]
+            prompt, response = values[0], values[1] if len(values) > 1 else np.zeros(self.rows, np.int64)
+            spans = Spans(int(widths[0]), int(widths[1]), prompt, response)
+            for length, width in ((prompt, spans.prompt_width), (response, spans.response_width)):
+                if len(length) != self.rows or (length < 0).any() or (length > width).any():
+                    raise CorruptEntryError("The stored prompt and response lengths do not fit the widths.")
+        forms = [(item, form_from_json(item, spans)) for item in spec["numbers"]]
+        return _ParsedPart(spec, spans, forms)
+
+    def _check_size(self, parts: list[_ParsedPart]) -> None:
+        """Compare what the file claims with the limit, before anything is allocated."""
+        needed = sum(form.row_bytes() for part in parts for _, form in part.forms) * self.rows
+        weights = {name: 8 for part in parts for name in part.number_columns}
+        weights |= {name: _OBJECT_BYTES for part in parts for name in part.object_columns}
+        for group in range(self._metadata.num_row_groups):
+            for index in range(self._metadata.num_columns):
+                column = self._metadata.row_group(group).column(index)
+                weight = weights.get(column.path_in_schema.split(".")[0], 0)
+                needed += max(column.total_uncompressed_size, column.num_values * weight, 0) if weight else 0
+        if needed > self._limit:
+            raise EntryTooLargeError(
+                f"Loading {self.key} would take {format_size(needed)} of memory and {format_size(self._limit)} are "
+                "allowed. Load it on a larger machine or raise max_load_bytes."
+            )
+
+    def _decode_numbers(
+        self, part: _ParsedPart, reader: ColumnReader, done: dict[_Place, Any], earlier: dict[_Place, Any]
+    ) -> None:
+        def value_of(name: str) -> Any:
+            if _tensor(name) not in done:
+                raise CorruptEntryError(f"The file derives a column from {name!r}, which it does not hold.")
+            return done[_tensor(name)]
+
+        def decode(job: tuple[dict[str, Any], Form]) -> Any:
+            item, form = job
+            if isinstance(form, Same):
+                other = value_of(form.of) if form.of else earlier[_place(item)]
+                return other.clone() if isinstance(other, torch.Tensor) else other.copy()
+            return form.read(item["column"], reading)
+
+        reading = Reading(self.rows, reader, part.spans, value_of)
+        derived = [bool(form.needs) or isinstance(form, Same) for _, form in part.forms]
+        for stage in (False, True):
+            jobs = [job for job, late in zip(part.forms, derived, strict=True) if late is stage]
+            for (item, _), value in zip(jobs, map_in_threads(decode, jobs), strict=True):
+                done[_place(item)] = value
+
+    def _object_array(self, item: dict[str, Any], reader: ColumnReader) -> np.ndarray:
+        form, column = item["cells"], item["column"]
+        values = reader.objects(column, cell_type(form))
+        alias = reader.objects(f"skip__alias__{column}", pa.int32()) if item["alias"] else None
+        blobs = self._blobs(column, reader) if item["blobs"] else None
+        if alias is not None and any(
+            type(first) is not int or not 0 <= first <= row for row, first in enumerate(alias)
+        ):
+            raise CorruptEntryError(f"Column {column!r} repeats rows that do not come before it.")
+        decoded = cells.decode_column(cells.CellColumn(form, values, blobs, alias))
+        shape = tuple(int(size) for size in item["shape"])
+        if item["dtype"] == "|O":
+            array = np.empty((self.rows, *shape), dtype=object)
+            for row, cell in enumerate(decoded):
+                if shape:
+                    array[row].flat = cell
+                else:
+                    array[row] = cell
+            return array
+        dtype = cells.text_dtype(item["dtype"])
+        return np.array(decoded, dtype).reshape(self.rows, *shape)
+
+    def _blobs(self, column: str, reader: ColumnReader) -> list[list[bytes]]:
+        counts, sizes = reader.all_lists(f"skip__blob_sizes__{column}", pa.int64())
+        joined = reader.objects(f"skip__blobs__{column}", pa.binary())
+        rows = []
+        for data, of_row in zip(joined, np.split(sizes, np.cumsum(counts)[:-1]), strict=True):
+            ends = np.cumsum(of_row)
+            if (of_row < 0).any() or len(data) != (ends[-1] if len(ends) else 0):
+                raise CorruptEntryError(f"The bulk data of column {column!r} has not the size that the file says.")
+            rows.append([data[end - size : end] for end, size in zip(ends, of_row, strict=True)])
+        return rows
+
+
+_Place = tuple[bool, tuple[str, ...]]
+"""Where a value belongs: among the tensors or not, and under which path."""
+
+
+def _tensor(name: str) -> _Place:
+    return True, (name,)
+
+
+def _place(item: dict[str, Any]) -> _Place:
+    return item["element"]["holder"] == "torch", tuple(item["path"])
+
+
+@dataclass(frozen=True)
+class _ParsedPart:
+    spec: dict[str, Any]
+    spans: Spans | None
+    forms: list[tuple[dict[str, Any], Form]]
+
+    @property
+    def number_columns(self) -> list[str]:
+        return [field.name for item, form in self.forms for field in form.fields(item["column"])]
+
+    @property
+    def object_columns(self) -> list[str]:
+        stored = [item["column"] for item in self.spec["objects"] if not item.get("same")]
+        return [prefix + column for column in stored for prefix in ("", *_BESIDE)]
+
+
+# Columns beside one with Python objects, if it needs them.
+_BESIDE = ("skip__alias__", "skip__blobs__", "skip__blob_sizes__")
+
+
+class _damage_is_corruption:
+    """Whatever goes wrong while decoding bytes from outside means that the bytes are wrong."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, StoreError | ImportError):
+            raise CorruptEntryError(f"It cannot be decoded ({type(error).__name__}: {error}).") from error
+
+
+def _batch(spec: dict[str, Any], parsed: _ParsedPart, done: dict[_Place, Any], rows: int) -> Batch:
+    kind = BatchKind(spec["kind"])
+    arrays = {tuple(path): done[False, tuple(path)] for path in spec["arrays"]}
+    tensors = {tuple(item["path"]): done[_place(item)] for item, _ in parsed.forms if _place(item)[0]}
+    pairs = cells.decode_inline(spec["meta"])
+    return Batch(
+        kind=kind,
+        rows=rows,
+        tensors=tensors,
+        arrays=arrays,
+        meta=dict(pairs),
+        order=[tuple(path) for path in spec["order"]],
+        nodes={tuple(path): tuple(int(size) for size in sizes) for path, sizes in spec["nodes"]},
+        device=None if spec["device"] is None else "cpu",
+    )

@@ -1,0 +1,369 @@
+"""A rollout step into one Parquet file.
+
+``prepare`` takes what must be taken on the training thread, ``write`` makes the file. The file describes itself in its
+key-value metadata; readers that know nothing of that see one row a trajectory with ordinary columns. Names: a key of
+the output keeps its name, inputs are ``in__<key>``, and what this package adds is ``skip__<name>``; an output key that
+begins with one of these prefixes becomes ``out__<key>``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from verl_rollout_skip.errors import StoreError
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.store import cells, columns
+from verl_rollout_skip.store.batch import take_apart
+from verl_rollout_skip.store.columns import Numbers, Objects, Part, cell_type
+from verl_rollout_skip.store.format import FORMAT_VERSION, METADATA_KEY
+from verl_rollout_skip.store.forms import Jagged, Rows, Same, form_to_json
+from verl_rollout_skip.store.padding import Spans
+from verl_rollout_skip.store.table import list_array, list_field
+from verl_rollout_skip.store.threads import map_in_threads
+
+_RESERVED = ("skip__", "in__", "out__")
+_GROUP_BYTES = 96 << 20
+
+
+@dataclass
+class Prepared:
+    """A rollout step that is ready to be written and that later changes of the batch's containers cannot reach."""
+
+    output: Part
+    input: Part | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is worth knowing of a written rollout without opening it."""
+
+    rows: int
+    prompt_tokens: int | None
+    response_tokens: int | None
+    mean_score: float | None
+    content_digest: str
+
+
+@dataclass(frozen=True)
+class Column:
+    """One Parquet column (or a few that belong together) and where its arrays come from."""
+
+    spec: dict[str, Any]
+    fields: list[pa.Field]
+    source: Numbers | Objects
+    spans: Spans | None
+
+    def arrays(self, rows: slice) -> list[pa.Array]:
+        if isinstance(self.source, Numbers):
+            return self.source.form.write(self.source.bits, rows, self.spans)
+        return _object_arrays(self.source, self.fields, rows)
+
+
+def prepare(batch: Any, inputs: Any = None) -> Prepared:
+    """Take a snapshot of a rollout step's output and, if given, of its input."""
+    output = take_apart(batch)
+    given = None if inputs is None else take_apart(inputs)
+    if given is not None and given.rows != output.rows:
+        raise StoreError(
+            f"The input has {given.rows} rows and the output {output.rows}; a rollout is stored with one input row "
+            "for each trajectory (repeat the input as the generate call does)."
+        )
+    return Prepared(columns.snapshot(output), None if given is None else columns.snapshot(given))
+
+
+def write(prepared: Prepared, key: RolloutKey, sink: Any) -> Summary:
+    """Write the Parquet file into ``sink``, a file-like object or a pyarrow stream."""
+    output, given = prepared.output, prepared.input
+    columns.plan(output)
+    if given is not None:
+        columns.plan(given, echoed=output)
+    names = _Names()
+    output_layout = list(_layout(output, names, "", None))
+    input_layout = [] if given is None else list(_layout(given, names, "in__", output))
+    layout = output_layout + input_layout
+    spec = {
+        "format_version": FORMAT_VERSION,
+        "key": [key.step, key.gen_batch],
+        "rows": output.batch.rows,
+        "output": _part_spec(output, output_layout),
+        "input": None if given is None else _part_spec(given, input_layout),
+    }
+    extras = _extra_columns(prepared)
+    fields = [field for column in layout for field in column.fields]
+    schema = pa.schema([*fields, *(field for field, _ in extras)])
+    digest = _content_digest(prepared, spec)
+    scores: list[np.ndarray] = []
+
+    def row_group(rows: slice) -> pa.Table:
+        arrays = []
+        for column in layout:
+            made = column.arrays(rows)
+            arrays.extend(made)
+            if column.source.path[-1] != "uid":
+                for array in made:
+                    _digest_array(digest, array)
+        arrays.extend(_extra_array(values, rows, scores, output) for _, values in extras)
+        return pa.Table.from_arrays(arrays, schema=schema)
+
+    with pq.ParquetWriter(sink, schema, **_parquet_options(layout, extras)) as writer:
+        writer.add_key_value_metadata({METADATA_KEY: json.dumps(spec).encode()})
+        # While one row group is compressed the next one is gathered.
+        table: pa.Table | None = None
+        for rows in [*_row_groups(prepared), None]:
+            jobs: list[Callable[[], Any]] = []
+            if rows is not None:
+                jobs.append(partial(row_group, rows))
+            if table is not None:
+                jobs.append(partial(writer.write_table, table, row_group_size=table.num_rows or 1))
+            table = map_in_threads(lambda job: job(), jobs)[0]
+    lengths = _token_lengths(output)
+    score = np.concatenate(scores) if scores else None
+    return Summary(
+        rows=output.batch.rows,
+        prompt_tokens=None if lengths is None else int(lengths[0].sum()),
+        response_tokens=None if lengths is None else int(lengths[1].sum()),
+        mean_score=None if score is None or not len(score) else float(score.mean()),
+        content_digest=digest.hexdigest(),
+    )
+
+
+class _Names:
+    """Column names: the key where it can be, always unique."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def take(self, path: tuple[str, ...], prefix: str) -> str:
+        # A dot would be read as a path into a nested column.
+        label = "__".join(path).replace(".", "_")
+        if not prefix and (not label or label.startswith(_RESERVED)):
+            prefix = "out__"
+        name = unique = prefix + label.encode("utf-8", "replace").decode()
+        number = 2
+        while unique.lower() in self._taken:
+            unique, number = f"{name}__{number}", number + 1
+        self._taken.add(unique.lower())
+        return unique
+
+
+def _layout(part: Part, names: _Names, prefix: str, echoed: Part | None) -> Iterator[Column]:
+    for numbers in part.numbers:
+        name = names.take(numbers.path, prefix)
+        spec = {"path": list(numbers.path), "column": name, **form_to_json(numbers.form)}
+        yield Column(spec, numbers.form.fields(name), numbers, part.spans)
+    for objects in part.objects:
+        name = names.take(objects.path, prefix)
+        encoded = objects.cells
+        spec = {
+            "path": list(objects.path),
+            "column": name,
+            "cells": encoded.form,
+            "shape": list(objects.shape),
+            "dtype": objects.dtype,
+            "alias": encoded.alias is not None,
+            "blobs": encoded.blobs is not None,
+        }
+        if echoed is not None and any(_same_objects(objects, other) for other in echoed.objects):
+            yield Column({**spec, "same": True}, [], objects, None)
+            continue
+        fields = [pa.field(name, cell_type(encoded.form))]
+        if encoded.alias is not None:
+            fields.append(pa.field(f"skip__alias__{name}", pa.int32(), nullable=False))
+        if encoded.blobs is not None:
+            fields.append(pa.field(f"skip__blobs__{name}", pa.binary(), nullable=False))
+            fields.append(list_field(f"skip__blob_sizes__{name}", pa.int64()))
+        yield Column(spec, fields, objects, None)
+
+
+def _same_objects(left: Objects, right: Objects) -> bool:
+    same = (left.path, left.shape, left.dtype, left.cells.form) == (
+        right.path,
+        right.shape,
+        right.dtype,
+        right.cells.form,
+    )
+    return same and left.cells.blobs is None and right.cells.blobs is None and left.cells.values == right.cells.values
+
+
+def _object_arrays(objects: Objects, fields: list[pa.Field], rows: slice) -> list[pa.Array]:
+    if not fields:
+        return []  # an input that is stored as the output
+    encoded = objects.cells
+    arrays = [pa.array(encoded.values[rows], fields[0].type)]
+    if encoded.alias is not None:
+        arrays.append(pa.array(encoded.alias[rows], pa.int32()))
+    if encoded.blobs is not None:
+        # One value a row, not a list of values: readers can then bound the memory that it takes.
+        blobs = [[cells.blob_bytes(blob) for blob in row] for row in encoded.blobs[rows]]
+        sizes = np.array([len(blob) for row in blobs for blob in row], np.int64)
+        arrays.append(pa.array([b"".join(row) for row in blobs], pa.binary()))
+        arrays.append(list_array(sizes, np.array([len(row) for row in blobs]), pa.int64()))
+    return arrays
+
+
+def _part_spec(part: Part, layout: list[Column]) -> dict[str, Any]:
+    batch = part.batch
+    return {
+        "kind": batch.kind.value,
+        "nodes": [[list(path), list(size)] for path, size in batch.nodes.items()],
+        "order": [list(path) for path in batch.order],
+        "device": batch.device,
+        "arrays": [list(path) for path in batch.arrays],
+        "spans": None if part.spans is None else [part.spans.prompt_width, part.spans.response_width],
+        "numbers": [column.spec for column in layout if isinstance(column.source, Numbers)],
+        "objects": [column.spec for column in layout if isinstance(column.source, Objects)],
+        "meta": part.meta,
+    }
+
+
+def _row_groups(prepared: Prepared) -> Iterator[slice]:
+    """Slices of rows of some tens of megabytes: what is encoded at once, and so the extra memory of a dump."""
+    rows = prepared.output.batch.rows
+    total = sum(_payload_bytes(part) for part in (prepared.output, prepared.input) if part is not None)
+    step = max(1, _GROUP_BYTES * rows // max(total, 1))
+    for start in range(0, max(rows, 1), step):
+        yield slice(start, min(rows, start + step))
+
+
+def _payload_bytes(part: Part) -> int:
+    total = 0
+    for column in part.numbers:
+        if isinstance(column.form, Rows):
+            total += sum(row.nbytes for row in column.bits)
+        elif not isinstance(column.form, Same):
+            total += column.bits[0].nbytes if isinstance(column.form, Jagged) else column.bits.nbytes
+    for objects in part.objects:
+        blobs = objects.cells.blobs or ()
+        total += sum(getattr(blob, "nbytes", 0) or 0 for row in blobs for blob in row)
+    return total
+
+
+def _token_lengths(part: Part) -> tuple[np.ndarray, np.ndarray] | None:
+    if part.spans is not None:
+        return part.spans.prompt_lengths, part.spans.response_lengths
+    jagged = {column.path[-1]: column for column in part.numbers if isinstance(column.form, Jagged)}
+    if "prompts" in jagged and "responses" in jagged:
+        return np.diff(jagged["prompts"].bits[1]), np.diff(jagged["responses"].bits[1])
+    return None
+
+
+def _extra_columns(prepared: Prepared) -> list[tuple[pa.Field, Any]]:
+    """The columns for people and SQL, and those that the spans are read from."""
+    output, given = prepared.output, prepared.input
+    lengths = _token_lengths(output) or (None, None)
+    extras = [
+        (pa.field("skip__prompt_length", pa.int32()), lengths[0]),
+        (pa.field("skip__response_length", pa.int32()), lengths[1]),
+        (pa.field("skip__score", pa.float64()), "score"),
+        (pa.field("skip__prompt_digest", pa.string()), prompt_digests(given or output)),
+    ]
+    if given is not None and given.spans is not None:
+        extras.append((pa.field("skip__input_length", pa.int32()), given.spans.prompt_lengths))
+    return extras
+
+
+def _extra_array(values: Any, rows: slice, scores: list[np.ndarray], output: Part) -> pa.Array:
+    if isinstance(values, str):
+        score = _scores(output, rows)
+        if score is None:
+            return pa.nulls(rows.stop - rows.start, pa.float64())
+        scores.append(score)
+        return pa.array(score)
+    if values is None:
+        return pa.nulls(rows.stop - rows.start, pa.int32())
+    return pa.array(values[rows], pa.string() if isinstance(values, list) else pa.int32())
+
+
+def _scores(part: Part, rows: slice) -> np.ndarray | None:
+    """The sum of the rewards of each row."""
+    for column in part.numbers:
+        if column.path != ("rm_scores",) or column.form.element.name not in ("float32", "float64"):
+            continue
+        if isinstance(column.form, Jagged):
+            values, offsets = column.bits
+            sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+            return sums[offsets[rows.start + 1 : rows.stop + 1]] - sums[offsets[rows.start : rows.stop]]
+        if isinstance(column.bits, np.ndarray) and column.bits.ndim == 2:
+            return column.bits[rows].sum(axis=1, dtype=np.float64)
+    return None
+
+
+def prompt_digests(part: Part) -> list[str] | None:
+    """One digest a row over everything that was put into the rollout step, uid aside.
+
+    Without inputs, over the prompts of the output; None if there are none either.
+    """
+    numbers = [column for column in part.numbers if not isinstance(column.form, Rows)]
+    objects = [column for column in part.objects if column.path[-1] != "uid"]
+    if "responses" in {column.path[-1] for column in part.numbers}:
+        numbers, objects = [column for column in numbers if column.path == ("prompts",)], []
+    if not numbers and not objects:
+        return None
+    digests = []
+    for row in range(part.batch.rows):
+        digest = xxhash.xxh3_128()
+        for column in objects:
+            digest.update(f"{column.path}={column.cells.values[row]!r};".encode("utf-8", "surrogatepass"))
+            first = row if column.cells.alias is None else column.cells.alias[row]
+            for blob in column.cells.blobs[first] if column.cells.blobs else ():
+                digest.update(cells.blob_bytes(blob))
+        for numeric in numbers:
+            digest.update(f"{numeric.path}=".encode("utf-8", "surrogatepass"))
+            digest.update(_row(numeric, row).tobytes())
+        digests.append(digest.hexdigest())
+    return digests
+
+
+def _row(column: Numbers, row: int) -> np.ndarray:
+    if isinstance(column.bits, tuple):
+        values, offsets = column.bits
+        return values[offsets[row] : offsets[row + 1]]
+    return column.bits[row]
+
+
+def _parquet_options(layout: list[Column], extras: list[tuple[pa.Field, Any]]) -> dict[str, Any]:
+    encodings, dictionary = {}, []
+    for column in layout:
+        for field in column.fields:
+            nested = pa.types.is_list(field.type)
+            leaf = f"{field.name}.list.element" if nested else field.name
+            kind = field.type.value_type if nested else field.type
+            if pa.types.is_string(kind):
+                dictionary.append(leaf)
+            elif pa.types.is_floating(kind):
+                # Not a dictionary: its lookup takes -0.0 for 0.0 and all NaNs for one. Integers stay plain, because
+                # readers learn to undo a split of integers only now (DuckDB with 2.0).
+                encodings[leaf] = "BYTE_STREAM_SPLIT"
+    return {
+        "compression": "zstd",
+        "compression_level": 1,
+        "use_dictionary": dictionary or False,
+        "column_encoding": encodings or None,
+        "write_statistics": [field.name for field, _ in extras],
+        "write_page_checksum": True,
+        "store_schema": False,
+    }
+
+
+def _content_digest(prepared: Prepared, spec: dict[str, Any]) -> Any:
+    digest = xxhash.xxh3_128()
+    for name, part in (("output", prepared.output), ("input", prepared.input)):
+        if part is not None:
+            described = {**spec[name], "meta": part.lasting_meta}
+            digest.update(json.dumps(described, sort_keys=True).encode())
+    return digest
+
+
+def _digest_array(digest: Any, array: pa.Array) -> None:
+    for buffer in array.buffers():
+        if buffer is not None:
+            digest.update(buffer)

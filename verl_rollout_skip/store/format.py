@@ -1,0 +1,22 @@
+"""The version of the file format, and what every file carries to describe itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_rollout_skip.errors import CorruptEntryError, NewerFormatError
+
+FORMAT_VERSION = 1
+METADATA_KEY = b"rollout_skip"
+"""Under this key a Parquet file holds the JSON description of what it holds."""
+
+
+def check_version(version: Any) -> None:
+    """Refuse what a later version of this package wrote."""
+    if type(version) is not int or version < 1:
+        raise CorruptEntryError(f"It gives {version!r} as its format version; that is no version.")
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"It is of format version {version}, this package reads up to {FORMAT_VERSION}. "
+            "Upgrade verl-rollout-skip to read it."
+        )
