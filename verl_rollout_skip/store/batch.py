@@ -52,12 +52,19 @@ class Batch:
 def take_apart(batch: Any) -> Batch:
     """Turn a DataProto or a TensorDict into a ``Batch`` that shares its storage."""
     if isinstance(batch, TensorDict):
-        return _take_tensordict(batch)
-    if all(hasattr(batch, name) for name in ("batch", "non_tensor_batch", "meta_info")):
-        return _take_dataproto(batch)
-    raise UnsupportedBatchError(
-        f"Cannot store a {_type_name(batch)} as a rollout. Pass verl's DataProto or a tensordict.TensorDict."
-    )
+        taken = _take_tensordict(batch)
+    elif all(hasattr(batch, name) for name in ("batch", "non_tensor_batch", "meta_info")):
+        taken = _take_dataproto(batch)
+    else:
+        raise UnsupportedBatchError(
+            f"Cannot store a {_type_name(batch)} as a rollout. Pass verl's DataProto or a tensordict.TensorDict."
+        )
+    for path in [*taken.order, *taken.arrays, *taken.nodes]:
+        try:
+            "".join(path).encode()
+        except UnicodeEncodeError:
+            raise UnsupportedBatchError(f"Cannot store the key {path!r}: it is no valid Unicode text.") from None
+    return taken
 
 
 def put_together(batch: Batch, kind: BatchKind | None = None) -> Any:
@@ -107,7 +114,7 @@ def _take_tensordict(tensordict: TensorDict) -> Batch:
         batch.order.append(path)
         if isinstance(value, torch.Tensor):
             batch.tensors[path] = value
-        elif isinstance(value, NonTensorStack):
+        elif isinstance(value, NonTensorStack) and tensordict.batch_dims == 1:
             cells = np.empty(batch.rows, dtype=object)
             for row, cell in enumerate(value.tolist()):
                 cells[row] = cell
@@ -116,8 +123,8 @@ def _take_tensordict(tensordict: TensorDict) -> Batch:
             batch.meta[path] = value.data
         else:
             raise UnsupportedBatchError(
-                f"TensorDict key {'.'.join(path)!r} is a {_type_name(value)}; only tensors, NonTensorStack, "
-                "NonTensorData and nested TensorDicts can be stored."
+                f"TensorDict key {'.'.join(path)!r} is a {_type_name(value)}; only tensors, nested TensorDicts, "
+                "NonTensorData and, with one batch dimension, NonTensorStack can be stored."
             )
     return batch
 

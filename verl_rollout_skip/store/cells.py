@@ -78,11 +78,11 @@ def encode_column(name: str, cells: Sequence[Any]) -> CellColumn:
         cell_blobs: list[Blob] = []
         values.append(encode(cell, cell_blobs, f"{name}[{row}]"))
         blobs.append(cell_blobs)
-    has_alias = any(first != row and isinstance(cells[row], _SHAREABLE) for row, first in enumerate(alias))
+    has_alias = any(first != row and type(cells[row]) not in _IMMUTABLE for row, first in enumerate(alias))
     return CellColumn("json", values, blobs if any(blobs) else None, alias if has_alias else None)
 
 
-_SHAREABLE = (list, dict, tuple, np.ndarray, torch.Tensor)
+_IMMUTABLE = (str, int, float, bool, type(None))
 
 
 def decode_column(column: CellColumn) -> list[Any]:
@@ -276,8 +276,9 @@ def _untag(value: Any, blobs: Sequence[bytes]) -> Any:
 def _read_ndarray(tag: dict[str, Any], blobs: Sequence[bytes]) -> np.ndarray:
     shape = tuple(_size(size) for size in tag["shape"])
     if tag["dtype"] == "O":
-        array = np.empty(len(tag["items"]), dtype=object)
-        for index, item in enumerate(tag["items"]):
+        items = _items(tag)
+        array = np.empty(len(items), dtype=object)
+        for index, item in enumerate(items):
             array[index] = _untag(item, blobs)
         return array.reshape(shape)
     return _array(blobs[_size(tag["blob"])], _numpy_dtype(tag["dtype"]), shape)
@@ -322,6 +323,12 @@ def _size(value: Any) -> int:
     return value
 
 
+def _items(tag: dict[str, Any]) -> list[Any]:
+    if type(tag["items"]) is not list:
+        raise ValueError(f"{tag['items']!r} is no list of items")
+    return tag["items"]
+
+
 def _numpy_dtype(name: Any) -> np.dtype:
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise ValueError(f"{name!r} is no dtype of plain numbers or text")
@@ -333,8 +340,8 @@ _READERS: dict[Any, Callable[[dict[str, Any], Sequence[bytes]], Any]] = {
     "int": lambda tag, _: int(tag["hex"], 16),
     "float": lambda tag, _: struct.unpack(">d", bytes.fromhex(tag["hex"]))[0],
     "bytes": lambda tag, blobs: bytes(blobs[_size(tag["blob"])]),
-    "tuple": lambda tag, blobs: tuple(_untag(item, blobs) for item in tag["items"]),
-    "dict": lambda tag, blobs: {_untag(key, blobs): _untag(item, blobs) for key, item in tag["items"]},
+    "tuple": lambda tag, blobs: tuple(_untag(item, blobs) for item in _items(tag)),
+    "dict": lambda tag, blobs: {_untag(key, blobs): _untag(item, blobs) for key, item in _items(tag)},
     "numpy": _read_numpy,
     "ndarray": _read_ndarray,
     "tensor": _read_tensor,

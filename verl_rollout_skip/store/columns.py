@@ -98,7 +98,7 @@ def snapshot(batch: Batch) -> Part:
 
 def plan(part: Part, echoed: Part | None = None) -> None:
     """Choose the form of every numeric column of a part. ``echoed`` is the output, when this is the input."""
-    groups: dict[int, int] = {}
+    groups: dict[tuple[int, int], int] = {}
     parts: dict[str, Numbers] = {}
     payloads: list[Numbers] = []
     for path, tensor in part.batch.tensors.items():
@@ -114,7 +114,7 @@ def plan(part: Part, echoed: Part | None = None) -> None:
     part.numbers = map_in_threads(lambda column: _choose(column, part, parts, echoed), payloads)
 
 
-def _tensor_column(path: Path, tensor: torch.Tensor, rows: int, groups: dict[int, int]) -> Numbers:
+def _tensor_column(path: Path, tensor: torch.Tensor, rows: int, groups: dict[tuple[int, int], int]) -> Numbers:
     where = ".".join(path)
     if not tensor.is_nested:
         element, bits = element_of(tensor, where)
@@ -126,16 +126,23 @@ def _tensor_column(path: Path, tensor: torch.Tensor, rows: int, groups: dict[int
     return _jagged_column(path, tensor, where, groups)
 
 
-def _jagged_column(path: Path, tensor: Any, where: str, groups: dict[int, int]) -> Numbers:
-    group = groups.setdefault(id(tensor.offsets()), len(groups))
-    # The symbolic size stands where the tensor was laid out; verl overwrites `_ragged_idx` of some tensors.
+def _jagged_column(path: Path, tensor: Any, where: str, groups: dict[tuple[int, int], int]) -> Numbers:
+    lengths = tensor.lengths()
+    group = groups.setdefault((id(tensor.offsets()), id(lengths)), len(groups))
+    # The data is ragged in `_ragged_idx`; the symbolic size stands where the tensor was built to be ragged, which is
+    # another dimension in tensors of verl's nested_tensor_from_tensor_list.
     laid_out = next(dim for dim, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt))
     values, offsets = tensor.values(), tensor.offsets().cpu().numpy().astype(np.int64)
-    element, bits = element_of(values.movedim(laid_out - 1, 0), where)
-    lengths = tensor.lengths()
+    element, bits = element_of(values.movedim(tensor._ragged_idx - 1, 0), where)
+    sizes = np.diff(offsets) if lengths is None else lengths.cpu().numpy()
+    if 0 in bits.shape[1:] or (len(sizes) and (offsets[:-1] + sizes).max() > len(bits)):
+        raise UnsupportedBatchError(
+            f"Cannot store {where}: its offsets reach beyond its values, or a dimension of it is empty "
+            f"(values of shape {tuple(values.shape)}, ragged in dimension {tensor._ragged_idx})."
+        )
     if lengths is not None or offsets[0] != 0 or offsets[-1] != len(bits):
-        sizes = np.diff(offsets) if lengths is None else lengths.cpu().numpy()
-        bits = np.concatenate([bits[start : start + size] for start, size in zip(offsets[:-1], sizes, strict=True)])
+        pieces = [bits[start : start + size] for start, size in zip(offsets[:-1], sizes, strict=True)]
+        bits = np.concatenate([bits[:0], *pieces])
         offsets = np.concatenate([[0], np.cumsum(sizes)])
     known = {"min_seqlen", "max_seqlen"} <= set(tensor._metadata_cache)
     form = Jagged(element, bits.shape[1:], tensor._ragged_idx, laid_out, group, known)
@@ -183,11 +190,11 @@ def _twin(column: Numbers, parts: dict[str, Numbers]) -> Form | None:
 
 def _identical(left: Numbers, right: Numbers) -> bool:
     a, b = left.form.element, right.form.element
-    if (a.holder, a.name) != (b.holder, b.name) or type(left.bits) is not type(right.bits):
+    if (a.holder, a.name) != (b.holder, b.name):
         return False
-    if isinstance(left.bits, np.ndarray):
-        return same_bits(left.bits, right.bits)
-    return len(left.bits) == len(right.bits) and all(map(same_bits, left.bits, right.bits))
+    # Not for nested tensors: a copy would share its offsets with the original, and those decide what torch allows.
+    dense = isinstance(left.bits, np.ndarray) and isinstance(right.bits, np.ndarray)
+    return dense and same_bits(left.bits, right.bits)
 
 
 def _derived(column: Numbers, spans: Spans | None, parts: dict[str, Numbers]) -> Form | None:

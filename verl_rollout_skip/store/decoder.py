@@ -29,6 +29,10 @@ from verl_rollout_skip.store.threads import map_in_threads
 
 # A Python object takes at least so much memory, however little it takes in the file.
 _OBJECT_BYTES = 100
+_LENGTHS = {
+    "output": ["skip__prompt_length", "skip__response_length"],
+    "input": ["skip__input_length", "skip__input_response_length"],
+}
 
 
 class Reader:
@@ -61,23 +65,16 @@ class Reader:
         with _damage_is_corruption():
             return self._decode("input", self._spec["input"], self._echoed())
 
-    def _echoed(self) -> dict[str, Any] | None:
-        """The part of the output that the input is stored as."""
-        spec, output = self._spec["input"], self._spec["output"]
-        numbers = [item for item in spec["numbers"] if item["form"] == Same.name and not item["of"]]
-        names = {_place(item) for item in numbers}
-        needed = {name for item in output["numbers"] if _place(item) in names for name in FORMS[item["form"]].needs}
-        needed |= {item["of"] for item in output["numbers"] if _place(item) in names and item["form"] == Same.name}
-        paths = [item["path"] for item in spec["objects"] if item.get("same")]
-        return {
-            **output,
-            "numbers": [
-                item
-                for item in output["numbers"]
-                if _place(item) in names or _place(item) in {_tensor(n) for n in needed}
-            ],
-            "objects": [item for item in output["objects"] if item["path"] in paths],
+    def _echoed(self) -> dict[str, Any]:
+        """The numbers of the output that numbers of the input are stored as, and what those are derived from."""
+        echoes = {
+            _place(item) for item in self._spec["input"]["numbers"] if item["form"] == Same.name and not item["of"]
         }
+        items = self._spec["output"]["numbers"]
+        found = [item for item in items if _place(item) in echoes]
+        needed = {_tensor(name) for item in found for name in (*FORMS[item["form"]].needs, item.get("of", ""))}
+        kept = [item for item in items if _place(item) in echoes | needed]
+        return {**self._spec["output"], "numbers": kept, "objects": []}
 
     def _read_spec(self) -> dict[str, Any]:
         text = (self._metadata.metadata or {}).get(METADATA_KEY)
@@ -89,7 +86,7 @@ class Reader:
 
     def _decode(self, name: str, spec: dict[str, Any], echoed: dict[str, Any] | None) -> Batch:
         parts = [self._parse(spec, name)]
-        if echoed is not None:
+        if echoed is not None and echoed["numbers"]:
             parts.insert(0, self._parse(echoed, "output"))
         self._check_size(parts)
         reader = ColumnReader(self._data, self._metadata, self._limit)
@@ -98,18 +95,17 @@ class Reader:
             earlier, done = done, {}
             self._decode_numbers(part, reader, done, earlier)
             for item in part.spec["objects"]:
-                place = (False, tuple(item["path"]))
-                done[place] = earlier[place].copy() if item.get("same") else self._object_array(item, reader)
+                done[False, tuple(item["path"])] = self._object_array(item, reader)
         return _batch(spec, parts[-1], done, self.rows)
 
     def _parse(self, spec: dict[str, Any], name: str) -> _ParsedPart:
         widths = spec["spans"]
-        lengths = ["skip__input_length"] if name == "input" else ["skip__prompt_length", "skip__response_length"]
+        lengths = _LENGTHS[name]
         spans = None
         if widths is not None:
             reader = ColumnReader(self._data, self._metadata, self._limit)
             values = [np.asarray(reader.objects(column, pa.int32()), np.int64) for column in lengths]
-            prompt, response = values[0], values[1] if len(values) > 1 else np.zeros(self.rows, np.int64)
+            prompt, response = values
             spans = Spans(int(widths[0]), int(widths[1]), prompt, response)
             for length, width in ((prompt, spans.prompt_width), (response, spans.response_width)):
                 if len(length) != self.rows or (length < 0).any() or (length > width).any():
@@ -158,8 +154,8 @@ class Reader:
     def _object_array(self, item: dict[str, Any], reader: ColumnReader) -> np.ndarray:
         form, column = item["cells"], item["column"]
         values = reader.objects(column, cell_type(form))
-        alias = reader.objects(f"skip__alias__{column}", pa.int32()) if item["alias"] else None
-        blobs = self._blobs(column, reader) if item["blobs"] else None
+        alias = None if item["alias"] is None else reader.objects(item["alias"], pa.int32())
+        blobs = None if item["blobs"] is None else self._blobs(item["blobs"], reader)
         if alias is not None and any(
             type(first) is not int or not 0 <= first <= row for row, first in enumerate(alias)
         ):
@@ -168,11 +164,10 @@ class Reader:
         shape = tuple(int(size) for size in item["shape"])
         if item["dtype"] == "|O":
             array = np.empty((self.rows, *shape), dtype=object)
+            flat = array.reshape(self.rows, -1)
             for row, cell in enumerate(decoded):
-                if shape:
-                    array[row].flat = cell
-                else:
-                    array[row] = cell
+                for place, value in enumerate(cell if shape else (cell,)):
+                    flat[row, place] = value
             return array
         dtype = cells.text_dtype(item["dtype"])
         return np.array(decoded, dtype).reshape(self.rows, *shape)
@@ -213,12 +208,11 @@ class _ParsedPart:
 
     @property
     def object_columns(self) -> list[str]:
-        stored = [item["column"] for item in self.spec["objects"] if not item.get("same")]
-        return [prefix + column for column in stored for prefix in ("", *_BESIDE)]
-
-
-# Columns beside one with Python objects, if it needs them.
-_BESIDE = ("skip__alias__", "skip__blobs__", "skip__blob_sizes__")
+        names = []
+        for item in self.spec["objects"]:
+            names += [item["column"], item["alias"]]
+            names += [f"skip__blobs__{item['blobs']}", f"skip__blob_sizes__{item['blobs']}"]
+        return names
 
 
 class _damage_is_corruption:

@@ -7,6 +7,7 @@ bits where it is not.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ def _torch_dtypes() -> dict[str, TorchDtype]:
 
 
 TORCH_DTYPES = _torch_dtypes()
+NUMPY_NUMBERS = re.compile(r"[<>|=]([biu][1248]|f[248]|c8|c16|[mM]8\[\d*[a-zA-Z]+\])")
+"""Numpy dtypes, by their ``str``, that a numeric column can have."""
 _BITS_VIEW = {1: torch.uint8, 2: torch.int16}
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -113,7 +116,7 @@ def element_of(values: Any, where: str) -> tuple[Element, np.ndarray]:
         bits = tensor_bits(values)
         return Element("torch", name, _default_storage(bits.dtype, name)), bits
     dtype = values.dtype
-    if dtype.kind not in "biufcmM" or dtype.itemsize > 16 or dtype.name in ("float128", "longdouble"):
+    if not NUMPY_NUMBERS.fullmatch(dtype.str):
         raise UnsupportedBatchError(
             f"Cannot store {where}: a numpy array of dtype {dtype} has no exact representation on disk."
         )

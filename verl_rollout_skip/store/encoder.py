@@ -88,7 +88,7 @@ def write(prepared: Prepared, key: RolloutKey, sink: Any) -> Summary:
         columns.plan(given, echoed=output)
     names = _Names()
     output_layout = list(_layout(output, names, "", None))
-    input_layout = [] if given is None else list(_layout(given, names, "in__", output))
+    input_layout = [] if given is None else list(_layout(given, names, "in__", output_layout))
     layout = output_layout + input_layout
     spec = {
         "format_version": FORMAT_VERSION,
@@ -155,7 +155,7 @@ class _Names:
         return unique
 
 
-def _layout(part: Part, names: _Names, prefix: str, echoed: Part | None) -> Iterator[Column]:
+def _layout(part: Part, names: _Names, prefix: str, echoed: list[Column] | None) -> Iterator[Column]:
     for numbers in part.numbers:
         name = names.take(numbers.path, prefix)
         spec = {"path": list(numbers.path), "column": name, **form_to_json(numbers.form)}
@@ -163,42 +163,42 @@ def _layout(part: Part, names: _Names, prefix: str, echoed: Part | None) -> Iter
     for objects in part.objects:
         name = names.take(objects.path, prefix)
         encoded = objects.cells
-        spec = {
-            "path": list(objects.path),
-            "column": name,
-            "cells": encoded.form,
-            "shape": list(objects.shape),
-            "dtype": objects.dtype,
-            "alias": encoded.alias is not None,
-            "blobs": encoded.blobs is not None,
-        }
-        if echoed is not None and any(_same_objects(objects, other) for other in echoed.objects):
-            yield Column({**spec, "same": True}, [], objects, None)
-            continue
-        fields = [pa.field(name, cell_type(encoded.form))]
+        twin = _twin_column(objects, echoed, name)
+        fields = [] if twin else [pa.field(name, cell_type(encoded.form))]
         if encoded.alias is not None:
             fields.append(pa.field(f"skip__alias__{name}", pa.int32(), nullable=False))
         if encoded.blobs is not None:
             fields.append(pa.field(f"skip__blobs__{name}", pa.binary(), nullable=False))
             fields.append(list_field(f"skip__blob_sizes__{name}", pa.int64()))
+        spec = {
+            "path": list(objects.path),
+            "column": twin or name,
+            "cells": encoded.form,
+            "shape": list(objects.shape),
+            "dtype": objects.dtype,
+            "alias": None if encoded.alias is None else f"skip__alias__{name}",
+            "blobs": None if encoded.blobs is None else name,
+        }
         yield Column(spec, fields, objects, None)
 
 
-def _same_objects(left: Objects, right: Objects) -> bool:
-    same = (left.path, left.shape, left.dtype, left.cells.form) == (
-        right.path,
-        right.shape,
-        right.dtype,
-        right.cells.form,
-    )
-    return same and left.cells.blobs is None and right.cells.blobs is None and left.cells.values == right.cells.values
+def _twin_column(objects: Objects, echoed: list[Column] | None, name: str) -> str | None:
+    """The column of the output that holds the very same cells: what a rollout hands through is stored once."""
+    for column in echoed or ():
+        other = column.source
+        if isinstance(other, Objects) and other.path == objects.path and other.cells.form == objects.cells.form:
+            # Floats compare equal that are not the same, so they are stored twice.
+            plain = objects.cells.blobs is None and other.cells.blobs is None and objects.cells.form != "float"
+            if plain and other.cells.values == objects.cells.values:
+                return str(column.spec["column"])
+    return None
 
 
 def _object_arrays(objects: Objects, fields: list[pa.Field], rows: slice) -> list[pa.Array]:
-    if not fields:
-        return []  # an input that is stored as the output
     encoded = objects.cells
-    arrays = [pa.array(encoded.values[rows], fields[0].type)]
+    arrays = []
+    if fields and not fields[0].name.startswith("skip__"):
+        arrays.append(pa.array(encoded.values[rows], fields[0].type))
     if encoded.alias is not None:
         arrays.append(pa.array(encoded.alias[rows], pa.int32()))
     if encoded.blobs is not None:
@@ -268,6 +268,7 @@ def _extra_columns(prepared: Prepared) -> list[tuple[pa.Field, Any]]:
     ]
     if given is not None and given.spans is not None:
         extras.append((pa.field("skip__input_length", pa.int32()), given.spans.prompt_lengths))
+        extras.append((pa.field("skip__input_response_length", pa.int32()), given.spans.response_lengths))
     return extras
 
 
@@ -290,8 +291,12 @@ def _scores(part: Part, rows: slice) -> np.ndarray | None:
             continue
         if isinstance(column.form, Jagged):
             values, offsets = column.bits
-            sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-            return sums[offsets[rows.start + 1 : rows.stop + 1]] - sums[offsets[rows.start : rows.stop]]
+            starts, ends = offsets[rows.start : rows.stop], offsets[rows.start + 1 : rows.stop + 1]
+            score = np.zeros(len(starts))
+            filled = starts < ends  # reduceat gives the next value for an empty row
+            if filled.any():
+                score[filled] = np.add.reduceat(values[: ends[-1]], starts[filled], dtype=np.float64)
+            return score
         if isinstance(column.bits, np.ndarray) and column.bits.ndim == 2:
             return column.bits[rows].sum(axis=1, dtype=np.float64)
     return None

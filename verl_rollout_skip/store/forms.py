@@ -11,7 +11,6 @@ trusts no length it has not compared.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ import torch
 
 from verl_rollout_skip.errors import CorruptEntryError
 from verl_rollout_skip.store.dtypes import (
+    NUMPY_NUMBERS,
     TORCH_DTYPES,
     Element,
     as_integers,
@@ -33,7 +33,6 @@ from verl_rollout_skip.store.dtypes import (
 from verl_rollout_skip.store.padding import WINDOWS, Spans, mask_rows, position_rows, row_chunks
 from verl_rollout_skip.store.table import ColumnReader, list_array, list_field
 
-_NUMPY_ELEMENT = re.compile(r"[<>|=]([biufc]\d+|[mM]8\[\d*[a-zA-Z]+\])")
 _STORED = {
     "bool",
     "float32",
@@ -105,7 +104,7 @@ class Dense(Form):
         else:
             lengths = np.full(reading.rows, math.prod(self.shape) * self.element.parts)
             for rows, values in reading.columns.lists(column, self.element.arrow, lengths):
-                out[rows] = from_stored(self.element, values).reshape(-1, *self.shape)
+                out[rows] = from_stored(self.element, values).reshape(rows.stop - rows.start, *self.shape)
         return finish(self.element, out)
 
 
@@ -127,7 +126,10 @@ class Ragged(Form):
             raise ValueError("a column without padding needs a window and an axis")
         if not self.shape or self.shape[self.axis] != spans.width(self.window) or self.element.parts != 1:
             raise ValueError(f"a row of shape {self.shape} does not fit the window {self.window!r}")
-        np.array(self.pad).astype(as_integers(np.empty(0, self.element.bits)).dtype, casting="same_kind")
+        kind = as_integers(np.empty(0, self.element.bits)).dtype
+        limits = (0, 1) if kind == bool else (np.iinfo(kind).min, np.iinfo(kind).max)
+        if not limits[0] <= self.pad <= limits[1]:
+            raise ValueError(f"{self.pad} is no padding of type {kind}")
 
     def fields(self, column: str) -> list[pa.Field]:
         return [list_field(column, self.element.arrow)]
@@ -242,8 +244,8 @@ class Concat(Form):
 class Jagged(Form):
     """A jagged NestedTensor: one list a row. ``shape`` is the shape of its values without the ragged dimension.
 
-    ``ragged_idx`` is the ragged dimension as torch counts it; ``laid_out`` the one it was built with, which verl
-    changes afterwards for position ids of vision models. Columns with one ``group`` share their offsets object, as
+    ``ragged_idx`` is the ragged dimension as torch counts it; ``laid_out`` the one that it was built with: verl builds
+    position ids of vision models with another one and changes it afterwards. Columns with one ``group`` share their offsets object, as
     the originals did: torch computes only between NestedTensors that do. ``bounds``: the shortest and longest
     length were known.
     """
@@ -378,7 +380,7 @@ def form_from_json(data: Any, spans: Spans | None) -> Form:
     """The inverse of ``form_to_json``, for data that cannot be trusted."""
     kind = FORMS[data["form"]]
     element = Element(**{key: str(value) for key, value in data["element"].items()})
-    known = element.name in TORCH_DTYPES if element.holder == "torch" else _NUMPY_ELEMENT.fullmatch(element.name)
+    known = element.name in TORCH_DTYPES if element.holder == "torch" else NUMPY_NUMBERS.fullmatch(element.name)
     if not known or element.holder not in ("torch", "numpy") or element.stored not in _STORED:
         raise ValueError(f"{element} is no element type")
     arguments: dict[str, Any] = {"element": element, "shape": tuple(_natural(size) for size in data["shape"])}
@@ -413,7 +415,7 @@ def interleave(
 def make_nested(form: Jagged, bits: np.ndarray, lengths: Any, reading: Reading) -> torch.Tensor:
     """A NestedTensor built the way the recorded one was."""
     values = tensor_from_bits(np.ascontiguousarray(bits), TORCH_DTYPES[form.element.name].torch)
-    values = values.movedim(0, form.laid_out - 1).contiguous() if form.laid_out > 1 else values
+    values = values.movedim(0, form.ragged_idx - 1).contiguous()
     offsets = reading.columns.shared_offsets(form.group, np.asarray(lengths))
     known: dict[str, Any] = {}
     if form.bounds and len(lengths):
