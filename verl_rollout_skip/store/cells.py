@@ -134,6 +134,8 @@ def decode_inline(stored: dict[str, Any]) -> Any:
     try:
         blobs = [base64.b64decode(blob, validate=True) for blob in stored["blobs"]]
         text = stored["json"]
+        if type(text) is not str:
+            raise ValueError(f"{text!r} is no JSON text")
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptEntryError(f"Stored meta_info is malformed: {error}") from error
     return decode(text, blobs)

@@ -67,10 +67,8 @@ class Reader:
 
     def _echoed(self) -> dict[str, Any]:
         """The numbers of the output that numbers of the input are stored as, and what those are derived from."""
-        echoes = {
-            _place(item) for item in self._spec["input"]["numbers"] if item["form"] == Same.name and not item["of"]
-        }
-        items = self._spec["output"]["numbers"]
+        given, items = self._spec["input"]["numbers"], self._spec["output"]["numbers"]
+        echoes = {_place(item) for item in given if item["form"] == Same.name and not item["of"]}
         found = [item for item in items if _place(item) in echoes]
         needed = {_tensor(name) for item in found for name in (*FORMS[item["form"]].needs, item.get("of", ""))}
         kept = [item for item in items if _place(item) in echoes | needed]

@@ -127,7 +127,7 @@ class Ragged(Form):
         if not self.shape or self.shape[self.axis] != spans.width(self.window) or self.element.parts != 1:
             raise ValueError(f"a row of shape {self.shape} does not fit the window {self.window!r}")
         kind = as_integers(np.empty(0, self.element.bits)).dtype
-        limits = (0, 1) if kind == bool else (np.iinfo(kind).min, np.iinfo(kind).max)
+        limits = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
         if not limits[0] <= self.pad <= limits[1]:
             raise ValueError(f"{self.pad} is no padding of type {kind}")
 
@@ -245,9 +245,9 @@ class Jagged(Form):
     """A jagged NestedTensor: one list a row. ``shape`` is the shape of its values without the ragged dimension.
 
     ``ragged_idx`` is the ragged dimension as torch counts it; ``laid_out`` the one that it was built with: verl builds
-    position ids of vision models with another one and changes it afterwards. Columns with one ``group`` share their offsets object, as
-    the originals did: torch computes only between NestedTensors that do. ``bounds``: the shortest and longest
-    length were known.
+    position ids of vision models with another one and changes it afterwards. Columns with one ``group`` share their
+    offsets object, as the originals did: torch computes only between NestedTensors that do. ``bounds``: the shortest
+    and longest length were known.
     """
 
     ragged_idx: int
