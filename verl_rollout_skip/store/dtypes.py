@@ -136,9 +136,11 @@ def narrower(element: Element, bits: np.ndarray) -> Element:
         fits = bits.size == 0 or (bits.min() >= -(2**31) and bits.max() < 2**31)
         return Element(element.holder, element.name, "int32") if fits else element
     if element.stored == "float32" and element.bits == np.float16:
-        # The processor's conversion makes a signalling NaN a quiet one: such a column keeps its raw bits.
-        with np.errstate(invalid="ignore"):
-            exact = same_bits(bits.astype(np.float32).astype(np.float16), bits)
+        # A conversion may make a signalling NaN a quiet one, and whether it does can differ from element to element
+        # (vector or scalar instructions): a column with one keeps its raw bits.
+        raw = bits.view(np.uint16)
+        signalling = ((raw & 0x7C00) == 0x7C00) & ((raw & 0x03FF) != 0) & ((raw & 0x0200) == 0)
+        exact = not signalling.any() and same_bits(bits.astype(np.float32).astype(np.float16), bits)
         return element if exact else Element(element.holder, element.name, "uint16")
     return element
 
