@@ -61,11 +61,13 @@ def commit(
     prepared: codec.Prepared,
     info: dict[str, Any],
     replace: bool = False,
+    limit: int = 1 << 40,
     admit: Callable[[int], None] = lambda size: None,
 ) -> EntryRecord:
     """Encode a rollout and commit it. ``admit`` is told the size before the commit and may raise.
 
-    If the key is taken, the entry that is there stays: the same rollout is no error, another one is.
+    If the key is taken, the entry that is there stays: the same rollout is no error, another one is. To tell, it is
+    read, but not if it has more than ``limit`` bytes.
     """
     folder = names.folder_name(key)
     started = time.perf_counter()
@@ -78,13 +80,17 @@ def commit(
         _put(storage, folder, pending, record_bytes(record))
         try:
             storage.publish(staged, names.data_name(key), replace)
-        except BaseException as error:
-            # A put that was retried by the client, or a failure after the deed: our bytes may be in place all the same.
-            if not _is_in_place(storage, key, record.digest):
+        except FileExistsError:
+            # Unless a put was sent twice because its answer was lost: then the bytes in place are our own.
+            if not _is_in_place(storage, key, record):
                 storage.delete(folder, pending)
-                if isinstance(error, FileExistsError):
-                    return _same_or_error(storage, key, record)
-                raise
+                return _same_or_error(storage, key, record, limit)
+        except BaseException:
+            # The deed may be done all the same, and then the pending record is the only one.
+            with contextlib.suppress(OSError, StoreError):
+                if not _is_in_place(storage, key, record):
+                    storage.delete(folder, pending)
+            raise
         _name_record(storage, key, record, pending, replace)
     return record
 
@@ -96,7 +102,7 @@ def load(storage: Storage, key: RolloutKey, limit: int) -> Committed:
     seen: bytes | None = None
     for attempt in range(_ATTEMPTS):
         record_data = _read_record(storage, folder, names.record_name(key))
-        if attempt and record_data == seen:
+        if attempt and record_data is not None and record_data == seen:
             break
         seen = record_data
         try:
@@ -114,7 +120,8 @@ def load(storage: Storage, key: RolloutKey, limit: int) -> Committed:
         record = _pending_record(storage, key, digest)
         if record is not None:
             return Committed(record, data)
-        # Another process may have replaced the entry between the two reads; then the record has changed by now.
+        # Another process may have replaced the entry between the two reads, or be about to name its record.
+        time.sleep(0.01)
     record_path = storage.where(folder, names.record_name(key))
     if problem is not None:
         raise type(problem)(f"The record of {key} cannot be used: {record_path}. {problem}") from problem
@@ -145,14 +152,15 @@ def read_record(storage: Storage, key: RolloutKey, limit: int) -> EntryRecord:
 
 def set_aside(storage: Storage, key: RolloutKey) -> str:
     """Take an unreadable entry out of the way without deleting it; returns where it is now."""
-    folder = names.folder_name(key)
-    if storage.info(folder, names.data_name(key)) is None:
-        raise _not_found(storage, key)
-    token = secrets.token_hex(3)
-    for name in (names.data_name(key), names.record_name(key)):
-        with contextlib.suppress(FileNotFoundError):
-            storage.rename(folder, name, f"{name}.{token}.corrupt")
-    return storage.where(folder, f"{names.data_name(key)}.{token}.corrupt")
+    folder, token = names.folder_name(key), secrets.token_hex(3)
+    record = _read_record(storage, folder, names.record_name(key))
+    aside = f"{names.data_name(key)}.{token}.corrupt"
+    try:
+        storage.rename(folder, names.data_name(key), aside)
+    except FileNotFoundError:
+        raise _not_found(storage, key) from None
+    _remove_record(storage, key, record, f"{names.record_name(key)}.{token}.corrupt")
+    return storage.where(folder, aside)
 
 
 def delete(storage: Storage, key: RolloutKey) -> None:
@@ -160,14 +168,15 @@ def delete(storage: Storage, key: RolloutKey) -> None:
     folder = names.folder_name(key)
     if storage.info(folder, names.data_name(key)) is None:
         raise _not_found(storage, key)
+    record = _read_record(storage, folder, names.record_name(key))
     storage.delete(folder, names.data_name(key))
-    storage.delete(folder, names.record_name(key))
+    _remove_record(storage, key, record)
 
 
-def _put(storage: Storage, folder: str, name: str, data: bytes) -> None:
+def _put(storage: Storage, folder: str, name: str, data: bytes, replace: bool = True) -> None:
     with storage.stage(folder) as staged:
         staged.write(data)
-        storage.publish(staged, name, replace=True)
+        storage.publish(staged, name, replace)
 
 
 def _name_record(storage: Storage, key: RolloutKey, record: EntryRecord, pending: str, keep: bool) -> None:
@@ -182,8 +191,8 @@ def _name_record(storage: Storage, key: RolloutKey, record: EntryRecord, pending
         logger.warning("%s is committed; its record keeps the name %s (%s)", key, pending, error)
 
 
-def _same_or_error(storage: Storage, key: RolloutKey, record: EntryRecord) -> EntryRecord:
-    present = load(storage, key, limit=1 << 62).record
+def _same_or_error(storage: Storage, key: RolloutKey, record: EntryRecord, limit: int) -> EntryRecord:
+    present = load(storage, key, limit).record
     if present.content == record.content:
         return present
     raise EntryExistsError(
@@ -193,31 +202,51 @@ def _same_or_error(storage: Storage, key: RolloutKey, record: EntryRecord) -> En
     )
 
 
-def _is_in_place(storage: Storage, key: RolloutKey, digest: str) -> bool:
-    """Whether the Parquet file under this key has this digest; if that cannot be found out, it may have."""
+def _is_in_place(storage: Storage, key: RolloutKey, record: EntryRecord) -> bool:
+    """Whether the Parquet file under this key is the one that the record describes."""
+    folder, name = names.folder_name(key), names.data_name(key)
+    found = storage.info(folder, name)
+    if found is None or found.size != record.bytes:
+        return False
     try:
-        data = storage.read(names.folder_name(key), names.data_name(key), limit=1 << 62)
+        return xxhash.xxh3_128(storage.read(folder, name, record.bytes)).hexdigest() == record.digest
     except FileNotFoundError:
         return False
-    except (OSError, StoreError):
-        return True
-    return xxhash.xxh3_128(data).hexdigest() == digest
 
 
 def is_pending_needed(storage: Storage, folder: str, key: RolloutKey, pending: str) -> bool:
     """Whether an entry has no other record than this pending one."""
+    data = _read_record(storage, folder, pending)
     try:
-        data = storage.read(folder, names.data_name(key), limit=1 << 62)
-    except FileNotFoundError:
-        return False
-    digest = xxhash.xxh3_128(data).hexdigest()
-    if not pending.startswith(names.pending_prefix(key, digest)):
-        return False
+        if data is None or not _is_in_place(storage, key, parse_record(data, key)):
+            return False
+    except UnreadableEntryError:
+        return False  # a pending record that cannot be read serves nobody
     found = _read_record(storage, folder, names.record_name(key))
     try:
-        return found is None or parse_record(found, key).digest != digest
+        return found is None or parse_record(found, key).digest != parse_record(data, key).digest
     except UnreadableEntryError:
         return True
+
+
+def _remove_record(storage: Storage, key: RolloutKey, expected: bytes | None, name: str | None = None) -> None:
+    """Delete the record of an entry that was removed, or rename it to ``name``, unless it is another one by now.
+
+    Another process may have recorded the key anew meanwhile, and its record must stay.
+    """
+    folder, taken = names.folder_name(key), f"{names.TEMPORARY}{secrets.token_hex(6)}"
+    if expected is None:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        storage.rename(folder, names.record_name(key), taken)
+        found = _read_record(storage, folder, taken)
+        if found == expected and name is not None:
+            storage.rename(folder, taken, name)
+            return
+        if found is not None and found != expected:
+            with contextlib.suppress(FileExistsError):
+                _put(storage, folder, names.record_name(key), found, replace=False)
+        storage.delete(folder, taken)
 
 
 def _pending_record(storage: Storage, key: RolloutKey, digest: str) -> EntryRecord | None:

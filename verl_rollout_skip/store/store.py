@@ -21,6 +21,7 @@ from verl_rollout_skip.errors import (
     DumpError,
     RolloutSkipError,
     StoreError,
+    UnreadableEntryError,
 )
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size, parse_size
@@ -177,9 +178,16 @@ class RolloutStore:
         commit.delete(self._storage, key)
 
     def set_aside(self, key: RolloutKey) -> str:
-        """Rename an unreadable entry to ``*.corrupt``, so that the key is free again; returns the new path."""
-        self._writer.wait(key)
-        self._prefetcher.drop(key)
+        """Rename an unreadable entry to ``*.corrupt``, so that the key is free again; returns the new path.
+
+        An entry that can be read is left alone with a ``StoreError``: another process may have recorded it anew.
+        """
+        try:
+            self.verify(key)
+        except UnreadableEntryError:
+            self._prefetcher.drop(key)
+        else:
+            raise StoreError(f"The entry of {key} was not set aside: it is whole and readable.")
         return commit.set_aside(self._storage, key)
 
     def prune(self, older_than_s: float = 86400.0) -> list[str]:
@@ -223,7 +231,7 @@ class RolloutStore:
 
     def _write(self, key: RolloutKey, prepared: codec.Prepared, info: dict[str, Any], replace: bool) -> None:
         try:
-            record = commit.commit(self._storage, key, prepared, info, replace, self._usage.admit)
+            record = commit.commit(self._storage, key, prepared, info, replace, self._load_limit(), self._usage.admit)
         except RolloutSkipError:
             raise
         except Exception as error:
