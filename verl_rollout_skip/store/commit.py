@@ -251,9 +251,9 @@ def _remove_record(storage: Storage, key: RolloutKey, expected: bytes | None, na
 
 def _pending_record(storage: Storage, key: RolloutKey, digest: str) -> EntryRecord | None:
     folder, prefix = names.folder_name(key), names.pending_prefix(key, digest)
-    for file in storage.files(folder):
-        if file.name.startswith(prefix):
-            data = _read_record(storage, folder, file.name)
+    for name in storage.names(folder):
+        if name.startswith(prefix):
+            data = _read_record(storage, folder, name)
             if data is not None:
                 with contextlib.suppress(UnreadableEntryError):
                     record = parse_record(data, key)

@@ -143,9 +143,9 @@ class Reader:
             return form.read(item["column"], reading)
 
         reading = Reading(self.rows, reader, part.spans, value_of)
-        derived = [bool(form.needs) or isinstance(form, Same) for _, form in part.forms]
-        for stage in (False, True):
-            jobs = [job for job, late in zip(part.forms, derived, strict=True) if late is stage]
+        # What is stored first, then what is the same as the output's, then what is made from other columns.
+        for stage in range(4):
+            jobs = [job for job in part.forms if _stage(job[1]) == stage]
             for (item, _), value in zip(jobs, map_in_threads(decode, jobs), strict=True):
                 done[_place(item)] = value
 
@@ -162,10 +162,10 @@ class Reader:
         shape = tuple(int(size) for size in item["shape"])
         if item["dtype"] == "|O":
             array = np.empty((self.rows, *shape), dtype=object)
-            flat = array.reshape(self.rows, -1)
+            places = list(np.ndindex(shape))
             for row, cell in enumerate(decoded):
-                for place, value in enumerate(cell if shape else (cell,)):
-                    flat[row, place] = value
+                for place, value in zip(places, cell if shape else (cell,), strict=True):
+                    array[(row, *place)] = value
             return array
         dtype = cells.text_dtype(item["dtype"])
         return np.array(decoded, dtype).reshape(self.rows, *shape)
@@ -184,6 +184,12 @@ class Reader:
 
 _Place = tuple[bool, tuple[str, ...]]
 """Where a value belongs: among the tensors or not, and under which path."""
+
+
+def _stage(form: Form) -> int:
+    if isinstance(form, Same):
+        return 3 if form.of else 1
+    return 2 if form.needs else 0
 
 
 def _tensor(name: str) -> _Place:

@@ -132,6 +132,13 @@ class LocalStorage:
                 if entry.is_dir(follow_symlinks=False):
                     yield entry.name
 
+    def names(self, folder: str) -> list[str]:
+        try:
+            with self._folder_fd(folder) as folder_fd, os.scandir(folder_fd) as entries:
+                return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+
     def files(self, folder: str) -> list[FileInfo]:
         found = []
         with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as folder_fd:

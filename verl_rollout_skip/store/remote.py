@@ -72,6 +72,9 @@ class RemoteStorage:
             if found["type"] == "directory":
                 yield found["name"].rstrip("/").rsplit("/", 1)[-1]
 
+    def names(self, folder: str) -> list[str]:
+        return [file.name for file in self.files(folder)]
+
     def files(self, folder: str) -> list[FileInfo]:
         return [_file_info(found) for found in self._list(self._path(folder)) if found["type"] == "file"]
 

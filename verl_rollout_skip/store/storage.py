@@ -98,6 +98,9 @@ class Storage(Protocol):
 
     def folders(self) -> Iterator[str]: ...
 
+    def names(self, folder: str) -> list[str]:
+        """The names of the files of a folder; empty if there is no such folder."""
+
     def files(self, folder: str) -> list[FileInfo]:
         """Empty if there is no such folder."""
 

@@ -145,7 +145,7 @@ class RolloutStore:
         for folder in self._storage.folders():
             step = names.parse_folder(folder)
             if step is not None:
-                numbers = (names.parse_data(file.name) for file in self._storage.files(folder))
+                numbers = (names.parse_data(name) for name in self._storage.names(folder))
                 found += [RolloutKey(step, number) for number in numbers if number is not None]
         return sorted(found)
 
