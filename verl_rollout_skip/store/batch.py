@@ -34,8 +34,8 @@ class Batch:
     """A batch, taken apart.
 
     ``tensors`` and ``arrays`` have one row a trajectory and are keyed by path (nested TensorDicts have paths of
-    several parts); ``meta`` belongs to the batch as a whole. ``order`` is the order of all keys of a TensorDict.
-    ``nodes`` holds the batch size of each nested TensorDict, the root under the empty path; a DataProto
+    several parts); ``meta`` belongs to the batch as a whole. ``order`` is the order of all keys of a TensorDict, those
+    of nested ones included. ``nodes`` holds the batch size of each nested TensorDict, the root under the empty path; a DataProto
     without tensors has none.
     """
 
@@ -112,6 +112,8 @@ def _take_tensordict(tensordict: TensorDict) -> Batch:
     batch.device = None if tensordict.device is None else "cpu"
     for path, value in _leaves(tensordict, (), batch.nodes):
         batch.order.append(path)
+        if isinstance(value, TensorDict):
+            continue
         if isinstance(value, torch.Tensor):
             batch.tensors[path] = value
         elif isinstance(value, NonTensorStack) and tensordict.batch_dims == 1:
@@ -135,18 +137,15 @@ def _leaves(node: TensorDict, path: Path, nodes: dict[Path, tuple[int, ...]]) ->
     for key in node.keys():  # noqa: SIM118 - iterating a TensorDict walks its rows
         value = node.get(key)
         here = (*path, key)
+        yield here, value
         if isinstance(value, TensorDict):
             yield from _leaves(value, here, nodes)
-        else:
-            yield here, value
 
 
 def _make_dataproto(batch: Batch) -> Any:
     from verl import DataProto
 
-    tensors = None
-    if () in batch.nodes:
-        tensors = _nest(batch, {path: batch.tensors[path] for path in batch.order})
+    tensors = _nest(batch) if () in batch.nodes else None
     return DataProto(
         batch=tensors,
         non_tensor_batch={path[0]: array for path, array in batch.arrays.items()},
@@ -155,45 +154,37 @@ def _make_dataproto(batch: Batch) -> Any:
 
 
 def _make_tensordict(batch: Batch) -> TensorDict:
-    if batch.kind is BatchKind.TENSORDICT:
-        values = {path: _leaf(batch, path) for path in batch.order}
-        return _nest(batch, values)
-    # As verl's DataProto.to_tensordict does it: one NonTensorStack an array, one NonTensorData a meta_info key.
-    tensordict = _nest(batch, {path: batch.tensors[path] for path in batch.order})
-    for path, array in batch.arrays.items():
-        tensordict.set(path[0], _stack(array))
-    for key, value in batch.meta.items():
-        tensordict.set(str(key), NonTensorData(value))
+    tensordict = _nest(batch)
+    if batch.kind is BatchKind.DATAPROTO:
+        # As verl's DataProto.to_tensordict does it: a NonTensorStack for an array, NonTensorData for meta_info.
+        for path, array in batch.arrays.items():
+            tensordict.set(path[0], _stack(array))
+        for key, value in batch.meta.items():
+            tensordict.set(str(key), NonTensorData(value))
     return tensordict
 
 
 def _leaf(batch: Batch, path: Path) -> Any:
+    if path in batch.nodes:
+        return TensorDict({}, batch_size=batch.nodes[path], device=batch.device)
     if path in batch.tensors:
         return batch.tensors[path]
-    if path in batch.arrays:
-        return _stack(batch.arrays[path])
-    return NonTensorData(batch.meta[path])
+    return _stack(batch.arrays[path]) if path in batch.arrays else NonTensorData(batch.meta[path])
 
 
 def _stack(array: np.ndarray) -> NonTensorStack:
     return NonTensorStack.from_list([NonTensorData(cell) for cell in array])
 
 
-def _nest(batch: Batch, values: dict[Path, Any]) -> TensorDict:
+def _nest(batch: Batch) -> TensorDict:
+    """The TensorDict with its nested ones, key by key in their order: a nested one comes before its own keys."""
     root = TensorDict({}, batch_size=batch.nodes.get((), (batch.rows,)), device=batch.device)
     made: dict[Path, TensorDict] = {(): root}
-
-    def node(path: Path) -> TensorDict:
-        if path not in made:
-            parent = node(path[:-1])
-            parent.set(path[-1], TensorDict({}, batch_size=batch.nodes[path], device=batch.device))
+    for path in batch.order:
+        parent = made[path[:-1]]
+        parent.set(path[-1], _leaf(batch, path))
+        if path in batch.nodes:
             made[path] = parent.get(path[-1])
-        return made[path]
-
-    for path, value in values.items():
-        node(path[:-1]).set(path[-1], value)
-    for path in batch.nodes:
-        node(path)
     return root
 
 

@@ -165,7 +165,7 @@ class Reader:
             places = list(np.ndindex(shape))
             for row, cell in enumerate(decoded):
                 for place, value in zip(places, cell if shape else (cell,), strict=True):
-                    array[(row, *place)] = value
+                    array[tuple([row, *place])] = value
             return array
         dtype = cells.text_dtype(item["dtype"])
         return np.array(decoded, dtype).reshape(self.rows, *shape)
