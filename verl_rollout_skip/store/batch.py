@@ -35,8 +35,8 @@ class Batch:
 
     ``tensors`` and ``arrays`` have one row a trajectory and are keyed by path (nested TensorDicts have paths of
     several parts); ``meta`` belongs to the batch as a whole. ``order`` is the order of all keys of a TensorDict, those
-    of nested ones included. ``nodes`` holds the batch size of each nested TensorDict, the root under the empty path; a DataProto
-    without tensors has none.
+    of nested ones included. ``nodes`` holds the batch size of each nested TensorDict, the root under the empty path; a
+    DataProto without tensors has none.
     """
 
     kind: BatchKind

@@ -165,7 +165,8 @@ class Reader:
             places = list(np.ndindex(shape))
             for row, cell in enumerate(decoded):
                 for place, value in zip(places, cell if shape else (cell,), strict=True):
-                    array[tuple([row, *place])] = value
+                    index = (row, *place)
+                    array[index] = value
             return array
         dtype = cells.text_dtype(item["dtype"])
         return np.array(decoded, dtype).reshape(self.rows, *shape)
