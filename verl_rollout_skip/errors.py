@@ -13,6 +13,18 @@ class RolloutSkipError(Exception):
     """Base of all errors of this package."""
 
 
+class ConfigError(RolloutSkipError, ValueError):
+    """A setting is wrong. Names the key, the value and what is allowed."""
+
+
+class ManifestError(RolloutSkipError):
+    """A manifest is missing, damaged, edited, or of a later version."""
+
+
+class MismatchError(RolloutSkipError):
+    """Recorded rollouts depend on other settings or other prompts than today's. Says what differs."""
+
+
 class UnsupportedBatchError(RolloutSkipError, TypeError):
     """The batch holds something that cannot be stored exactly. Names the key and the type."""
 

@@ -13,7 +13,7 @@ from verl_rollout_skip.errors import UnsupportedBatchError
 from verl_rollout_skip.store import cells
 from verl_rollout_skip.store.batch import Batch, Path
 from verl_rollout_skip.store.cells import CellColumn
-from verl_rollout_skip.store.dtypes import Element, as_integers, element_of, narrower, same_bits
+from verl_rollout_skip.store.dtypes import Element, as_integers, element_of, narrower, refuse_unsupported, same_bits
 from verl_rollout_skip.store.forms import (
     Concat,
     Dense,
@@ -81,10 +81,13 @@ def snapshot(batch: Batch) -> Part:
     This runs on the training thread, so it does only what cannot wait; ``plan`` does the rest.
     """
     objects = []
+    for path, tensor in batch.tensors.items():
+        refuse_unsupported(tensor, ".".join(path))
     for path, array in batch.arrays.items():
-        if array.dtype.kind not in "OUS":
-            continue
         where = ".".join(path)
+        if array.dtype.kind not in "OUS":
+            refuse_unsupported(array, where)
+            continue
         flat = array.tolist() if array.ndim == 1 else [row.ravel().tolist() for row in array]
         objects.append(Objects(path, cells.encode_column(where, flat), array.shape[1:], array.dtype.str))
     lasting = {key: value for key, value in batch.meta.items() if key != "timing"}

@@ -198,7 +198,7 @@ def _same_or_error(storage: Storage, key: RolloutKey, record: EntryRecord, limit
     raise EntryExistsError(
         f"{key} is already recorded with another rollout ({present.rows} rows, recorded {present.created_at}) in "
         f"{storage.where(names.folder_name(key), names.data_name(key))}. It was kept and the new one was not written. "
-        "Replace it on purpose (mode refresh), or record into another folder."
+        "Replace it on purpose (mode refresh; put with replace=True), or record into another folder."
     )
 
 

@@ -104,22 +104,28 @@ class Element:
         return pa.type_for_alias(self.stored)
 
 
-def element_of(values: Any, where: str) -> tuple[Element, np.ndarray]:
-    """The element type of a tensor or array, before it is narrowed, and the bits."""
+def refuse_unsupported(values: Any, where: str) -> None:
+    """Raise ``UnsupportedBatchError`` for a tensor or numeric array whose elements cannot be stored exactly."""
     if isinstance(values, torch.Tensor):
         name = str(values.dtype).removeprefix("torch.")
-        if name not in TORCH_DTYPES or values.layout is not torch.strided or values.is_quantized:
-            raise UnsupportedBatchError(
-                f"Cannot store {where}: a {values.layout} tensor of dtype {values.dtype} has no exact "
-                "representation on disk."
-            )
+        if name in TORCH_DTYPES and values.layout in (torch.strided, torch.jagged) and not values.is_quantized:
+            return
+        what = f"a {values.layout} tensor of dtype {values.dtype}"
+    elif NUMPY_NUMBERS.fullmatch(values.dtype.str):
+        return
+    else:
+        what = f"a numpy array of dtype {values.dtype}"
+    raise UnsupportedBatchError(f"Cannot store {where}: {what} has no exact representation on disk.")
+
+
+def element_of(values: Any, where: str) -> tuple[Element, np.ndarray]:
+    """The element type of a tensor or array, before it is narrowed, and the bits."""
+    refuse_unsupported(values, where)
+    if isinstance(values, torch.Tensor):
+        name = str(values.dtype).removeprefix("torch.")
         bits = tensor_bits(values)
         return Element("torch", name, _default_storage(bits.dtype, name)), bits
     dtype = values.dtype
-    if not NUMPY_NUMBERS.fullmatch(dtype.str):
-        raise UnsupportedBatchError(
-            f"Cannot store {where}: a numpy array of dtype {dtype} has no exact representation on disk."
-        )
     bits = np.ascontiguousarray(values.astype(dtype.newbyteorder("="), copy=False))
     return Element("numpy", dtype.str, _default_storage(bits.dtype, dtype.name)), bits
 

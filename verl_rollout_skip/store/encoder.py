@@ -274,7 +274,8 @@ def _extra_columns(prepared: Prepared) -> list[tuple[pa.Field, Any]]:
 
 def _extra_array(values: Any, rows: slice, scores: list[np.ndarray], output: Part) -> pa.Array:
     if isinstance(values, str):
-        score = _scores(output, rows)
+        with np.errstate(invalid="ignore"):  # a NaN among the rewards is a NaN in the sum, no more
+            score = _scores(output, rows)
         if score is None:
             return pa.nulls(rows.stop - rows.start, pa.float64())
         scores.append(score)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from dataclasses import fields as dataclass_fields
 from datetime import datetime, timezone
 from typing import Any
 
@@ -87,7 +88,8 @@ def parse_record(data: bytes, key: RolloutKey) -> EntryRecord:
         if _render(fields) != data:
             raise CorruptEntryError("Its checksum is wrong: it was damaged or edited.")
         del fields["format_version"]
-        record = EntryRecord(**{**fields, "key": RolloutKey(**fields["key"])})
+        known = {field.name: fields[field.name] for field in dataclass_fields(EntryRecord)}
+        record = EntryRecord(**{**known, "key": RolloutKey(**fields["key"])})
     except UnreadableEntryError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -23,7 +23,7 @@ import xxhash
 
 from verl_rollout_skip.errors import EntryTooLargeError, UnsafePathError
 from verl_rollout_skip.store.names import TEMPORARY
-from verl_rollout_skip.store.storage import FileInfo, Staged
+from verl_rollout_skip.store.storage import FileInfo, Staged, too_large
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Opening a named pipe would wait for a writer without O_NONBLOCK.
@@ -101,9 +101,7 @@ class LocalStorage:
             raise self._unsafe(folder, name)
         with io.FileIO(fd, "rb") as file:
             if info.st_size > limit:
-                raise EntryTooLargeError(
-                    f"{self.where(folder, name)} has {info.st_size} bytes and {limit} are allowed to be read."
-                )
+                raise EntryTooLargeError(too_large(self.where(folder, name), info.st_size, limit))
             return _read_exactly(file, info.st_size)
 
     def info(self, folder: str, name: str) -> FileInfo | None:

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 
 from verl_rollout_skip.errors import EntryTooLargeError
-from verl_rollout_skip.store.storage import FileInfo, Staged
+from verl_rollout_skip.store.storage import FileInfo, Staged, too_large
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "az"}
 
@@ -45,9 +45,7 @@ class RemoteStorage:
         if info is None:
             raise FileNotFoundError(self.where(folder, name))
         if info.size > limit:
-            raise EntryTooLargeError(
-                f"{self.where(folder, name)} has {info.size} bytes and {limit} are allowed to be read."
-            )
+            raise EntryTooLargeError(too_large(self.where(folder, name), info.size, limit))
         return bytes(self._fs.cat_file(self._path(folder, name)))
 
     def info(self, folder: str, name: str) -> FileInfo | None:

@@ -21,6 +21,8 @@ from typing import IO, Any, Protocol
 import pyarrow as pa
 import xxhash
 
+from verl_rollout_skip.sizes import format_size
+
 # pyarrow hands over pages of any size; few large writes mean few turns at the interpreter lock.
 _BUFFER_BYTES = 4 << 20
 
@@ -106,6 +108,14 @@ class Storage(Protocol):
 
     def where(self, folder: str = "", name: str = "") -> str:
         """A path or URL for messages."""
+
+
+def too_large(where: str, size: int, limit: int) -> str:
+    """The message for a file that is not read because of its size."""
+    return (
+        f"{where} has {format_size(size)} and {format_size(limit)} may be read. If it is meant to be that large, raise "
+        "max_load_bytes."
+    )
 
 
 class _Tap(io.RawIOBase):
