@@ -1,0 +1,265 @@
+"""The ``rollout_skip`` block of a training's configuration, read, checked and explained.
+
+Everything is checked here that can be known from the configuration and the file system alone, before any worker
+starts. Whether recorded rollouts fit is decided by ``variants.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+
+from verl_rollout_skip.errors import ConfigError
+from verl_rollout_skip.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward, choose, suggest
+from verl_rollout_skip.sizes import parse_size
+
+BLOCK = "rollout_skip"
+OLD_SWITCH = "actor_rollout_ref.rollout.skip_rollout"
+OLD_FOLDER = "actor_rollout_ref.rollout.skip_dump_dir"
+# verl's own skip, by version: 0.9.1 (V0, V1, fully async) and 0.8.0. In 0.6.1 and 0.7.1 it has our two old keys.
+_UPSTREAM = ("skip.rollout", "skip.rollout_tq", "skip.async_rollout", "actor_rollout_ref.rollout.skip")
+_RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
+_RAY_SESSION = re.compile(r"session_(latest|\d{4}-\d{2}-\d{2}_.*)")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A selection of training steps: all of them, or some ranges (both ends included)."""
+
+    ranges: tuple[tuple[int, int], ...] | None = None
+
+    def __contains__(self, step: int) -> bool:
+        return self.ranges is None or any(first <= step <= last for first, last in self.ranges)
+
+    def __str__(self) -> str:
+        if self.ranges is None:
+            return "all"
+        return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in self.ranges)
+
+
+@dataclass(frozen=True)
+class SkipConfig:
+    """The checked settings. See the documentation of each key in docs/configuration.md."""
+
+    mode: Mode = Mode.OFF
+    dump_dir: str | None = None
+    steps: Steps = Steps()
+    max_dump_steps: int | None = None
+    on_mismatch: OnMismatch = OnMismatch.NEW
+    prompts: Prompts = Prompts.AUTO
+    source: str | None = None
+    reward: Reward = Reward.RECORDED
+    engine: Engine = Engine.AUTO
+    background: bool = True
+    on_dump_error: OnDumpError = OnDumpError.AUTO
+    max_disk: int | None = None
+
+    @property
+    def fails_on_dump_error(self) -> bool:
+        if self.on_dump_error is OnDumpError.AUTO:
+            return self.mode is Mode.RECORD
+        return self.on_dump_error is OnDumpError.FAIL
+
+    @property
+    def starts_engine(self) -> bool:
+        if self.engine is Engine.AUTO:
+            return self.mode is not Mode.REPLAY
+        return self.engine is Engine.ON
+
+    @classmethod
+    def from_config(cls, config: DictConfig | Mapping[str, Any]) -> SkipConfig:
+        """Read the block ``rollout_skip`` and the two keys that users know; raise ``ConfigError`` on anything wrong."""
+        tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+        settings = cls._parse(_merge_old_keys(_block(tree), tree))
+        if settings.mode is not Mode.OFF:
+            _refuse_upstream(tree)
+            settings._check_places()
+        return settings
+
+    @classmethod
+    def _parse(cls, block: Mapping[str, Any]) -> SkipConfig:
+        names = [field.name for field in fields(cls)]
+        for key in block:
+            if key not in names:
+                raise ConfigError(f"{BLOCK}.{key} is no setting. {suggest(str(key), names)}")
+        values = dict(block)
+        return cls(
+            mode=choose(Mode, values.get("mode", Mode.OFF), f"{BLOCK}.mode"),
+            dump_dir=_path(values.get("dump_dir"), f"{BLOCK}.dump_dir"),
+            steps=parse_steps(values.get("steps", "all"), f"{BLOCK}.steps"),
+            max_dump_steps=_count(values.get("max_dump_steps"), f"{BLOCK}.max_dump_steps"),
+            on_mismatch=choose(OnMismatch, values.get("on_mismatch", OnMismatch.NEW), f"{BLOCK}.on_mismatch"),
+            prompts=choose(Prompts, values.get("prompts", Prompts.AUTO), f"{BLOCK}.prompts"),
+            source=_path(values.get("source"), f"{BLOCK}.source"),
+            reward=choose(Reward, values.get("reward", Reward.RECORDED), f"{BLOCK}.reward"),
+            engine=choose(Engine, values.get("engine", Engine.AUTO), f"{BLOCK}.engine"),
+            background=_switch(values.get("background", True), f"{BLOCK}.background"),
+            on_dump_error=choose(OnDumpError, values.get("on_dump_error", "auto"), f"{BLOCK}.on_dump_error"),
+            max_disk=_size(values.get("max_disk"), f"{BLOCK}.max_disk"),
+        )
+
+    def _check_places(self) -> None:
+        if self.dump_dir is None and not (self.source is not None and not self.mode.writes):
+            raise ConfigError(
+                f"{BLOCK}.dump_dir is not set and mode is {self.mode.value!r}. Set it to an absolute path "
+                f"(or a URL such as s3://bucket/dumps), e.g. {BLOCK}.dump_dir=/data/rollout_dumps."
+            )
+        if self.dump_dir is not None and "://" not in self.dump_dir:
+            _check_folder(Path(self.dump_dir), writes=self.mode.writes)
+        if self.engine is Engine.OFF and self.mode.generates:
+            raise ConfigError(
+                f"{BLOCK}.engine is 'off' and mode {self.mode.value!r} generates what is not recorded. Use engine "
+                "'auto', or a mode that only loads: replay, repeat, repeat_last."
+            )
+
+
+def run_name(config: DictConfig | Mapping[str, Any]) -> str:
+    """The name of the run folder, which users know from verl."""
+    tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    parts = {key: str(OmegaConf.select(tree, f"trainer.{key}")) for key in ("experiment_name", "project_name")}
+    for key, value in parts.items():
+        if not value or not value.isprintable() or {"/", "\\"} & set(value) or value.startswith("."):
+            raise ConfigError(
+                f"trainer.{key} is {value!r}, which cannot be part of a folder name: it must be printable, without "
+                "slashes and not begin with a dot, so that the dumps stay inside dump_dir."
+            )
+    train_gbs = OmegaConf.select(tree, "data.train_batch_size")
+    gen_gbs = OmegaConf.select(tree, "data.gen_batch_size") or train_gbs
+    samples = OmegaConf.select(tree, "actor_rollout_ref.rollout.n")
+    name = f"{parts['experiment_name']}_{parts['project_name']}_TrainGBS{train_gbs}__InferGBS{gen_gbs}__N{samples}"
+    if len(name.encode()) > 255:
+        raise ConfigError(
+            f"The run folder's name would be {len(name.encode())} bytes long, and file systems allow 255: shorten "
+            f"trainer.experiment_name or trainer.project_name. It would be {name!r}."
+        )
+    return name
+
+
+def take_out_skip_keys(config: DictConfig) -> None:
+    """Remove the settings of this package from a configuration: verl's workers refuse keys that they do not know."""
+    with open_dict(config):
+        config.pop(BLOCK, None)
+        rollout = OmegaConf.select(config, "actor_rollout_ref.rollout")
+        if rollout is not None:
+            with open_dict(rollout):
+                for key in (OLD_SWITCH, OLD_FOLDER):
+                    rollout.pop(key.rsplit(".", 1)[-1], None)
+
+
+def parse_steps(value: Any, key: str) -> Steps:
+    """``all``, or steps and ranges: ``[1, 2, "10-20"]``, ``"1, 2, 10-20"``, ``5``."""
+    if value is None or value == "all":
+        return Steps()
+    items = value if isinstance(value, Sequence | ListConfig) and not isinstance(value, str) else str(value).split(",")
+    ranges = []
+    for item in items:
+        match = _RANGE.fullmatch(str(item))
+        if isinstance(item, bool) or match is None:
+            raise ConfigError(f'{key} has {item!r}; give "all" or steps and ranges such as [1, 2, "10-20"].')
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first < 1 or last < first:
+            reason = "steps are counted from 1" if first < 1 else "the range ends before it begins"
+            raise ConfigError(f"{key} has {item!r}: {reason}.")
+        ranges.append((first, last))
+    if not ranges:
+        raise ConfigError(f'{key} is empty, so no step would be recorded or replayed; give "all" or some steps.')
+    return Steps(tuple(ranges))
+
+
+def _block(config: DictConfig) -> dict[str, Any]:
+    block = OmegaConf.select(config, BLOCK)
+    if block is None:
+        return {}
+    if not isinstance(block, DictConfig):
+        raise ConfigError(f"{BLOCK} is {block!r}; it must be a block of settings, e.g. {BLOCK}.mode=cache.")
+    plain = OmegaConf.to_container(block, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _merge_old_keys(block: dict[str, Any], config: DictConfig) -> dict[str, Any]:
+    switch, folder = OmegaConf.select(config, OLD_SWITCH), OmegaConf.select(config, OLD_FOLDER)
+    if switch is not None and not isinstance(switch, bool):
+        raise ConfigError(f"{OLD_SWITCH} is {switch!r}; it is either True (mode cache) or False.")
+    merged = dict(block)
+    for old, key, value in ((OLD_SWITCH, "mode", "cache" if switch else None), (OLD_FOLDER, "dump_dir", folder)):
+        given = block.get(key)
+        if value is not None and given not in (None, value):
+            raise ConfigError(
+                f"{old} means {BLOCK}.{key}={value!r}, and {BLOCK}.{key} is {given!r}. Give only one of the two."
+            )
+        if value is not None:
+            merged[key] = value
+    return merged
+
+
+def _refuse_upstream(config: DictConfig) -> None:
+    for key in _UPSTREAM:
+        if OmegaConf.select(config, f"{key}.enable"):
+            raise ConfigError(
+                f"{key}.enable is True: verl's own skip would hide rollouts from this one. Turn it off; "
+                f"{key}.dump_dir is {BLOCK}.dump_dir here, {key}.action is {BLOCK}.mode (cache, repeat, repeat_last) "
+                f"and {key}.steps is {BLOCK}.steps."
+            )
+
+
+def _path(value: Any, key: str) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{key} is {value!r}; give an absolute path or a URL such as s3://bucket/folder.")
+    if "://" in value:
+        return value.removeprefix("file://") if value.startswith("file://") else value
+    path = os.path.expanduser(value)
+    if not os.path.isabs(path):
+        raise ConfigError(
+            f"{key} is the relative path {value!r}. Ray runs the trainer in a folder of its own, where it would mean "
+            f"another place: give an absolute path, e.g. {os.path.abspath(path)}"
+        )
+    return os.path.normpath(path)
+
+
+def _check_folder(path: Path, writes: bool) -> None:
+    key = f"{BLOCK}.dump_dir"
+    if any(_RAY_SESSION.fullmatch(part) for part in (*path.parts, *path.resolve().parts)):
+        raise ConfigError(f"{key} is {str(path)!r}, inside a Ray session folder, which Ray deletes. Choose another.")
+    if not writes:
+        return
+    here = path
+    while not here.exists() and here != here.parent:
+        here = here.parent
+    if not here.is_dir():
+        raise ConfigError(f"{key} is {str(path)!r}, but {str(here)!r} is a file. Choose a folder.")
+    read_only = bool(os.statvfs(here).f_flag & os.ST_RDONLY)
+    if read_only or not os.access(here, os.W_OK | os.X_OK):
+        reason = "its file system is mounted read-only" if read_only else "this user may not write there"
+        raise ConfigError(f"{key} is {str(path)!r}, and nothing can be written to {str(here)!r}: {reason}.")
+
+
+def _switch(value: Any, key: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} is {value!r}; it is either true or false.")
+    return value
+
+
+def _count(value: Any, key: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} is {value!r}; give a whole number of 1 or more, or null for no limit.")
+    return value
+
+
+def _size(value: Any, key: str) -> int | None:
+    if value is None:
+        return None
+    try:
+        return parse_size(value, key)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,119 @@
+"""Everything a rollout depends on, as a flat dict that can be read, compared and hashed.
+
+``rules.py`` says which settings count; this module takes them from a resolved configuration, puts the content of files
+in the place of their paths, and compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_rollout_skip.identity import UNREADABLE
+from verl_rollout_skip.rules import IDENTITIES, Effect, rule_for
+from verl_rollout_skip.secrets import mask
+
+logger = logging.getLogger(__name__)
+
+BASELINE = "algorithm.adv_estimator adds greedy rollouts"
+ABSENT = "not set"
+
+Flat = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What the recorded tokens and rewards depend on (``rollout``), and what the training depends on besides."""
+
+    rollout: Flat
+    training: Flat
+
+    @property
+    def config_hash(self) -> str:
+        return flat_hash(self.rollout)
+
+    @property
+    def training_hash(self) -> str:
+        return flat_hash(self.training)
+
+
+def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
+    """Take the fingerprint of a training's configuration. Reads the files that it names."""
+    rollout: Flat = {}
+    training: Flat = {}
+    for key, value in flatten(plain(config)):
+        effect = rule_for(key).effect
+        if value is None or effect is Effect.NEITHER:
+            continue  # a setting that is null and one that is not there mean the same to verl
+        if effect is Effect.TRAINING:
+            training[key] = value
+        else:
+            rollout.update(_identities(key, value))
+    if training.get("algorithm.adv_estimator") == "remax":
+        rollout[BASELINE] = True
+    rollout, training = mask(rollout), mask(training)
+    for key, value in rollout.items():
+        if UNREADABLE in str(value):
+            logger.warning("%s: %s; a change of its content will not be noticed", key, value)
+    return Fingerprint(dict(sorted(rollout.items())), dict(sorted(training.items())))
+
+
+def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved configuration as plain Python."""
+    container = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
+    return json.loads(json.dumps(container, default=str))
+
+
+def flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a configuration by their dotted keys. Lists and empty dicts are leaves."""
+    if isinstance(tree, Mapping) and (tree or not path):
+        for key, value in tree.items():
+            yield from flatten(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, tree
+
+
+def difference(recorded: Flat, current: Flat, without_reward: bool = False) -> list[str]:
+    """One line for each field that differs: ``actor_rollout_ref.rollout.temperature: 1.0 → 0.7``."""
+    lines = []
+    for key in sorted({*recorded, *current}):
+        if without_reward and rule_for(_base(key)).part == "reward":
+            continue
+        old, new = recorded.get(key, ABSENT), current.get(key, ABSENT)
+        if old != new or (type(old) is not type(new) and not _is_number(old, new)):
+            lines.append(f"{key}: {_show(old)} → {_show(new)}")
+    return lines
+
+
+def flat_hash(flat: Flat) -> str:
+    """The same on every machine and for every order of the keys."""
+    return hashlib.sha256(json.dumps(flat, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+def _identities(key: str, value: Any) -> Flat:
+    if key not in IDENTITIES:
+        return {key: value}
+    names = value if isinstance(value, list) else [value]
+    found: Flat = {}
+    for part, identify in IDENTITIES[key].items():
+        identities = [identify(str(name)) for name in names]
+        found[f"{key}#{part}" if part else key] = identities if isinstance(value, list) else identities[0]
+    return found
+
+
+def _base(key: str) -> str:
+    return key.split("#", 1)[0]
+
+
+def _is_number(old: Any, new: Any) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in (old, new))
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
