@@ -112,6 +112,11 @@ class SkipConfig:
             )
         if self.dump_dir is not None and "://" not in self.dump_dir:
             _check_folder(Path(self.dump_dir), writes=self.mode.writes)
+        if self.mode is Mode.REPLAY and self.steps.ranges is not None and self.engine is not Engine.ON:
+            raise ConfigError(
+                f"{BLOCK}.steps is {self.steps} and mode is 'replay': the other steps would have to be generated, and "
+                f"replay starts no engine. Use {BLOCK}.engine=on, or mode cache."
+            )
         if self.engine is Engine.OFF and self.mode.generates:
             raise ConfigError(
                 f"{BLOCK}.engine is 'off' and mode {self.mode.value!r} generates what is not recorded. Use engine "

@@ -70,11 +70,6 @@ def take_apart(batch: Any) -> Batch:
 def put_together(batch: Batch, kind: BatchKind | None = None) -> Any:
     """The inverse of ``take_apart``; ``kind`` overrides what the batch was."""
     if (kind or batch.kind) is BatchKind.DATAPROTO:
-        if batch.kind is not BatchKind.DATAPROTO:
-            raise UnsupportedBatchError(
-                "This rollout was recorded as a TensorDict and cannot be returned as a DataProto. "
-                "Leave `kind` out to get it as it was recorded."
-            )
         return _make_dataproto(batch)
     return _make_tensordict(batch)
 

@@ -109,6 +109,8 @@ def load(storage: Storage, key: RolloutKey, limit: int) -> Committed:
             data = storage.read(folder, names.data_name(key), limit)
         except FileNotFoundError:
             raise _not_found(storage, key) from None
+        except EntryTooLargeError as error:
+            raise _too_large(storage, key, record_data, error) from error
         digest = xxhash.xxh3_128(data).hexdigest()
         problem: UnreadableEntryError | None = None
         try:
@@ -269,6 +271,15 @@ def _read_record(storage: Storage, folder: str, name: str) -> bytes | None:
         return None
     except EntryTooLargeError as error:
         raise CorruptEntryError(f"It is too large to be a record. {error}") from error
+
+
+def _too_large(storage: Storage, key: RolloutKey, record: bytes | None, error: EntryTooLargeError) -> StoreError:
+    """A file that is too large to be read: by its record it is, or it is not the file that was committed."""
+    found = storage.info(names.folder_name(key), names.data_name(key))
+    with contextlib.suppress(UnreadableEntryError):
+        if record is not None and found is not None and parse_record(record, key).bytes == found.size:
+            return error
+    return CorruptEntryError(f"The entry of {key} is damaged: its record does not speak of a file this large. {error}")
 
 
 def _not_found(storage: Storage, key: RolloutKey) -> EntryNotFoundError:

@@ -7,6 +7,7 @@ cannot be decoded is a ``CorruptEntryError``, and nothing in it can run code.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,9 @@ from verl_rollout_skip.store import cells
 from verl_rollout_skip.store.batch import Batch, BatchKind
 from verl_rollout_skip.store.columns import cell_type
 from verl_rollout_skip.store.format import METADATA_KEY, check_version
-from verl_rollout_skip.store.forms import FORMS, Form, Reading, Same, form_from_json
+from verl_rollout_skip.store.forms import FORMS, Form, Reading, Same, form_from_json, natural
 from verl_rollout_skip.store.padding import Spans
+from verl_rollout_skip.store.pages import check_pages
 from verl_rollout_skip.store.table import ColumnReader
 from verl_rollout_skip.store.threads import map_in_threads
 
@@ -44,9 +46,10 @@ class Reader:
 
     def __init__(self, data: Any, limit: int) -> None:
         self._limit = limit
-        with _damage_is_corruption():
+        with damage_is_corruption():
             self._data = pa.py_buffer(data)
             self._metadata = pq.read_metadata(pa.BufferReader(self._data))
+            check_pages(memoryview(self._data).cast("B"), self._metadata)
             self._spec = self._read_spec()
             key, rows = self._spec["key"], self._spec["rows"]
             self.key = RolloutKey(*key)
@@ -57,13 +60,19 @@ class Reader:
 
     def output(self) -> Batch:
         """The recorded batch."""
-        with _damage_is_corruption():
+        with damage_is_corruption():
             return self._decode("output", self._spec["output"], None)
 
     def input(self) -> Batch:
         """The recorded input of the rollout step."""
-        with _damage_is_corruption():
+        with damage_is_corruption():
             return self._decode("input", self._spec["input"], self._echoed())
+
+    def prompt_digests(self) -> list[str] | None:
+        """One digest for each row of the recorded input, or None if it has none."""
+        with damage_is_corruption():
+            digests = ColumnReader(self._data, self._metadata, self._limit).objects("skip__prompt_digest", pa.string())
+        return None if None in digests else digests
 
     def _echoed(self) -> dict[str, Any]:
         """The numbers of the output that numbers of the input are stored as, and what those are derived from."""
@@ -109,18 +118,34 @@ class Reader:
                 if len(length) != self.rows or (length < 0).any() or (length > width).any():
                     raise CorruptEntryError("The stored prompt and response lengths do not fit the widths.")
         forms = [(item, form_from_json(item, spans)) for item in spec["numbers"]]
-        return _ParsedPart(spec, spans, forms)
+        part = _ParsedPart(spec, spans, forms)
+        places = [_place(item) for item, _ in forms] + [(False, tuple(item["path"])) for item in spec["objects"]]
+        if len(set(places)) != len(places) or len(set(part.number_columns)) != len(part.number_columns):
+            raise CorruptEntryError("The file lists a key or a column twice.")
+        return part
 
     def _check_size(self, parts: list[_ParsedPart]) -> None:
         """Compare what the file claims with the limit, before anything is allocated."""
-        needed = sum(form.row_bytes() for part in parts for _, form in part.forms) * self.rows
         weights = {name: 8 for part in parts for name in part.number_columns}
         weights |= {name: _OBJECT_BYTES for part in parts for name in part.object_columns}
+        stored = dict.fromkeys(weights, 0)
         for group in range(self._metadata.num_row_groups):
             for index in range(self._metadata.num_columns):
                 column = self._metadata.row_group(group).column(index)
-                weight = weights.get(column.path_in_schema.split(".")[0], 0)
-                needed += max(column.total_uncompressed_size, column.num_values * weight, 0) if weight else 0
+                name = column.path_in_schema.split(".")[0]
+                if name in weights:
+                    stored[name] += max(column.total_uncompressed_size, column.num_values * weights[name])
+        needed = sum(stored.values())
+        sizes: dict[_Place, int] = {}
+        for part in parts:
+            for item, form in sorted(part.forms, key=lambda job: _stage(job[1])):
+                lists = sum(stored[field.name] for field in form.fields(item["column"]))
+                others = [_tensor(name) for name in (*form.needs, *([form.of] if isinstance(form, Same) else ()))]
+                echoed = [_place(item)] if isinstance(form, Same) and not form.of else []
+                derived = sum(sizes.get(place, 0) for place in [*others, *echoed])
+                size = form.row_bytes() * self.rows or lists or derived
+                sizes[_place(item)] = size
+                needed += size
         if needed > self._limit:
             raise EntryTooLargeError(
                 f"Loading {self.key} would take {format_size(needed)} of memory and {format_size(self._limit)} are "
@@ -159,7 +184,7 @@ class Reader:
         ):
             raise CorruptEntryError(f"Column {column!r} repeats rows that do not come before it.")
         decoded = cells.decode_column(cells.CellColumn(form, values, blobs, alias))
-        shape = tuple(int(size) for size in item["shape"])
+        shape = tuple(natural(size) for size in item["shape"])
         if item["dtype"] == "|O":
             array = np.empty((self.rows, *shape), dtype=object)
             places = list(np.ndindex(shape))
@@ -169,6 +194,8 @@ class Reader:
                     array[index] = value
             return array
         dtype = cells.text_dtype(item["dtype"])
+        if self.rows * math.prod(shape) * dtype.itemsize > self._limit:
+            raise EntryTooLargeError(f"Column {column!r} claims more memory than the {self._limit} bytes allowed.")
         return np.array(decoded, dtype).reshape(self.rows, *shape)
 
     def _blobs(self, column: str, reader: ColumnReader) -> list[list[bytes]]:
@@ -220,7 +247,7 @@ class _ParsedPart:
         return names
 
 
-class _damage_is_corruption:
+class damage_is_corruption:
     """Whatever goes wrong while decoding bytes from outside means that the bytes are wrong."""
 
     def __enter__(self) -> None: ...

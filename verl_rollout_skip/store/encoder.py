@@ -264,7 +264,7 @@ def _extra_columns(prepared: Prepared) -> list[tuple[pa.Field, Any]]:
         (pa.field("skip__prompt_length", pa.int32()), lengths[0]),
         (pa.field("skip__response_length", pa.int32()), lengths[1]),
         (pa.field("skip__score", pa.float64()), "score"),
-        (pa.field("skip__prompt_digest", pa.string()), prompt_digests(given or output)),
+        (pa.field("skip__prompt_digest", pa.string()), _row_digests(given or output)),
     ]
     if given is not None and given.spans is not None:
         extras.append((pa.field("skip__input_length", pa.int32()), given.spans.prompt_lengths))
@@ -303,7 +303,14 @@ def _scores(part: Part, rows: slice) -> np.ndarray | None:
     return None
 
 
-def prompt_digests(part: Part) -> list[str] | None:
+def prompt_digests(inputs: Any) -> list[str] | None:
+    """One digest for each row of a rollout step's input: equal rows have equal digests, whatever their uids."""
+    part = columns.snapshot(take_apart(inputs))
+    columns.plan(part)
+    return _row_digests(part)
+
+
+def _row_digests(part: Part) -> list[str] | None:
     """One digest a row over everything that was put into the rollout step, uid aside.
 
     Without inputs, over the prompts of the output; None if there are none either.

@@ -383,7 +383,7 @@ def form_from_json(data: Any, spans: Spans | None) -> Form:
     known = element.name in TORCH_DTYPES if element.holder == "torch" else NUMPY_NUMBERS.fullmatch(element.name)
     if not known or element.holder not in ("torch", "numpy") or element.stored not in _STORED:
         raise ValueError(f"{element} is no element type")
-    arguments: dict[str, Any] = {"element": element, "shape": tuple(_natural(size) for size in data["shape"])}
+    arguments: dict[str, Any] = {"element": element, "shape": tuple(natural(size) for size in data["shape"])}
     for field in fields(kind)[2:]:
         expected = {"int": int, "str": str, "bool": bool}[str(field.type)]
         if type(data[field.name]) is not expected:
@@ -452,7 +452,8 @@ def _shape_column(column: str) -> str:
     return f"skip__shape__{column}"
 
 
-def _natural(value: Any) -> int:
+def natural(value: Any) -> int:
+    """A size from data that cannot be trusted."""
     if type(value) is not int or not 0 <= value < 2**40:
         raise ValueError(f"{value!r} is no size")
     return value

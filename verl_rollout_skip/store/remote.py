@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 
 from verl_rollout_skip.errors import EntryTooLargeError
-from verl_rollout_skip.store.storage import FileInfo, Staged, too_large
+from verl_rollout_skip.store.storage import HERE, FileInfo, Staged, too_large
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "az"}
 
@@ -77,7 +77,7 @@ class RemoteStorage:
         return [_file_info(found) for found in self._list(self._path(folder)) if found["type"] == "file"]
 
     def where(self, folder: str = "", name: str = "") -> str:
-        return "/".join(part for part in (self.url, folder, name) if part)
+        return "/".join(part for part in (self.url, folder, name) if part not in ("", HERE))
 
     def _pipe(self, path: str, data: bytes, mode: str) -> None:
         if not self._has_buckets:
@@ -91,7 +91,7 @@ class RemoteStorage:
             return []
 
     def _path(self, folder: str, name: str = "") -> str:
-        return "/".join(part for part in (self._root, folder, name) if part)
+        return "/".join(part for part in (self._root, folder, name) if part not in ("", HERE))
 
 
 def _file_info(found: dict[str, Any]) -> FileInfo:

@@ -25,6 +25,8 @@ from verl_rollout_skip.sizes import format_size
 
 # pyarrow hands over pages of any size; few large writes mean few turns at the interpreter lock.
 _BUFFER_BYTES = 4 << 20
+HERE = "."
+"""The folder that stands for the run folder itself."""
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,17 @@ from verl_rollout_skip.errors import (
     RolloutSkipError,
     StoreError,
     UnreadableEntryError,
+    UnsupportedBatchError,
 )
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size, parse_size
 from verl_rollout_skip.store import codec, commit, names
 from verl_rollout_skip.store.batch import Batch, BatchKind, put_together
+from verl_rollout_skip.store.decoder import damage_is_corruption
 from verl_rollout_skip.store.entry import EntryRecord
 from verl_rollout_skip.store.local import LocalStorage, free_bytes, is_own_leftover
+from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.store.prefetch import Prefetcher
-from verl_rollout_skip.store.remote import RemoteStorage
 from verl_rollout_skip.store.storage import FileInfo, Storage
 from verl_rollout_skip.store.writer import BackgroundWriter, Job
 
@@ -72,11 +74,12 @@ class RolloutStore:
             "storage_options": storage_options,
         }
         self.path = os.fspath(path)
-        self._storage = _open_storage(self.path, storage_options or {})
+        self.written_bytes = 0
+        self._storage = open_storage(self.path, storage_options)
         self._background = background
         self._writer = BackgroundWriter(parse_size(max_pending_bytes, "max_pending_bytes"))
         weakref.finalize(self, self._writer.stop)
-        self._prefetcher: Prefetcher[Batch] = Prefetcher(self._load)
+        self._prefetcher: Prefetcher[LoadedEntry] = Prefetcher(self._load_ahead)
         self._usage = _DiskUsage(self._storage, None if max_disk is None else parse_size(max_disk, "max_disk"))
         self._max_load_bytes = None if max_load_bytes is None else parse_size(max_load_bytes, "max_load_bytes")
 
@@ -116,16 +119,15 @@ class RolloutStore:
         It comes back as it was put: a DataProto or a TensorDict. Where verl is not installed a recorded DataProto
         comes as the TensorDict that its ``to_tensordict`` would give. ``kind`` asks for one of the two.
         """
-        wanted = None if kind is None else BatchKind(kind)
-        batch = self._prefetcher.take(key)
-        if batch is None:
-            batch = self._load(key)
-        return _present(batch, wanted)
+        return self.load(key).batch(kind)
 
     def inputs(self, key: RolloutKey, kind: BatchKind | str | None = None) -> Any:
         """The recorded input of the rollout step, or None if it was put without."""
-        reader = self._reader(key)
-        return _present(reader.input(), None if kind is None else BatchKind(kind)) if reader.has_input else None
+        return self.load(key).inputs(kind)
+
+    def load(self, key: RolloutKey) -> LoadedEntry:
+        """An entry whose bytes are in memory and checked: batch, input and record from one read."""
+        return self._prefetcher.take(key) or self._load(key)
 
     def prefetch(self, key: RolloutKey) -> None:
         """Start to load an entry in the background; the next ``get`` of this key then takes no time.
@@ -164,12 +166,10 @@ class RolloutStore:
     def verify(self, key: RolloutKey) -> EntryRecord:
         """Check everything about an entry: digest, record, page checksums, and that it decodes. Returns the record."""
         self._writer.wait(key)
-        committed = commit.load(self._storage, key, self._load_limit())
-        reader = self._open(key, committed)
-        reader.output()
-        if reader.has_input:
-            reader.input()
-        return committed.record
+        entry = self._load(key)
+        entry.batch()
+        entry.inputs()
+        return entry.record
 
     def delete(self, key: RolloutKey) -> None:
         """Remove an entry."""
@@ -237,14 +237,18 @@ class RolloutStore:
         except Exception as error:
             raise DumpError(_dump_message(self._storage, key, error)) from error
         self._usage.add(record.bytes)
+        self.written_bytes += record.bytes
         logger.debug("%s: committed %s", key, format_size(record.bytes))
 
-    def _load(self, key: RolloutKey) -> Batch:
-        return self._reader(key).output()
-
-    def _reader(self, key: RolloutKey) -> codec.Reader:
+    def _load(self, key: RolloutKey) -> LoadedEntry:
         self._writer.wait(key)
-        return self._open(key, commit.load(self._storage, key, self._load_limit()))
+        committed = commit.load(self._storage, key, self._load_limit())
+        return LoadedEntry(committed.record, self._open(key, committed))
+
+    def _load_ahead(self, key: RolloutKey) -> LoadedEntry:
+        entry = self._load(key)
+        entry.decode()
+        return entry
 
     def _open(self, key: RolloutKey, committed: commit.Committed) -> codec.Reader:
         where = self._storage.where(names.folder_name(key), names.data_name(key))
@@ -260,6 +264,33 @@ class RolloutStore:
 
     def _load_limit(self) -> int:
         return _free_memory() if self._max_load_bytes is None else self._max_load_bytes
+
+
+class LoadedEntry:
+    """One recorded rollout in memory: its bytes were found to be those that were committed."""
+
+    def __init__(self, record: EntryRecord, reader: codec.Reader) -> None:
+        self.record = record
+        self._reader = reader
+        self._decoded: Batch | None = None
+
+    def decode(self) -> Batch:
+        """Decode the batch now rather than when it is asked for."""
+        if self._decoded is None:
+            self._decoded = self._reader.output()
+        return self._decoded
+
+    def batch(self, kind: BatchKind | str | None = None) -> Any:
+        """The recorded batch. Each call gives the same tensors, not a copy."""
+        return _present(self.decode(), kind)
+
+    def inputs(self, kind: BatchKind | str | None = None) -> Any:
+        """The recorded input of the rollout step, or None if it was put without."""
+        return _present(self._reader.input(), kind) if self._reader.has_input else None
+
+    def prompt_digests(self) -> list[str] | None:
+        """One digest for each row of the input (see ``codec.prompt_digests``), or None if it was put without."""
+        return self._reader.prompt_digests() if self._reader.has_input else None
 
 
 class _DiskUsage:
@@ -296,20 +327,21 @@ class _DiskUsage:
                     yield file
 
 
-def _open_storage(path: str, options: dict[str, Any]) -> Storage:
-    if path.startswith("file://"):
-        return LocalStorage(path.removeprefix("file://"))
-    return RemoteStorage(path, options) if "://" in path else LocalStorage(path)
-
-
 def _reopen(path: str, arguments: dict[str, Any]) -> RolloutStore:
     return RolloutStore(path, **arguments)
 
 
-def _present(batch: Batch, kind: BatchKind | None) -> Any:
-    if kind is None and batch.kind is BatchKind.DATAPROTO and importlib.util.find_spec("verl") is None:
-        kind = BatchKind.TENSORDICT
-    return put_together(batch, kind)
+def _present(batch: Batch, kind: BatchKind | str | None) -> Any:
+    wanted = None if kind is None else BatchKind(kind)
+    if wanted is None and batch.kind is BatchKind.DATAPROTO and importlib.util.find_spec("verl") is None:
+        wanted = BatchKind.TENSORDICT
+    if wanted is BatchKind.DATAPROTO and batch.kind is not BatchKind.DATAPROTO:
+        raise UnsupportedBatchError(
+            "This rollout was recorded as a TensorDict and cannot be returned as a DataProto. Leave `kind` out to get "
+            "it as it was recorded."
+        )
+    with damage_is_corruption():
+        return put_together(batch, wanted)
 
 
 def _json_copy(info: dict[str, Any]) -> dict[str, Any]:

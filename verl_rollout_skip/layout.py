@@ -1,0 +1,94 @@
+"""Where a rollout was generated: recorded and reported, never a reason not to use it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_rollout_skip._version import __version__
+
+_PARALLEL = {
+    "tensor": ("tensor_model_parallel_size", "megatron.tensor_model_parallel_size"),
+    "pipeline": ("pipeline_model_parallel_size", "megatron.pipeline_model_parallel_size"),
+    "sequence": ("ulysses_sequence_parallel_size", "megatron.context_parallel_size"),
+    "data": ("data_parallel_size", "fsdp_config.fsdp_size", "fsdp.fsdp_size", "model.fsdp_config.fsdp_size"),
+}
+_ROLES = {
+    "actor": "actor_rollout_ref.actor",
+    "rollout": "actor_rollout_ref.rollout",
+    "ref": "actor_rollout_ref.ref",
+    "critic": "critic",
+}
+_ENGINES = ("vllm", "sglang", "tensorrt_llm")
+
+
+def gpu_layout(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Nodes, devices and parallel sizes, from the configuration and, if Ray runs, from the live cluster."""
+    tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    nodes, per_node = (OmegaConf.select(tree, f"trainer.{key}") for key in ("nnodes", "n_gpus_per_node"))
+    layout: dict[str, Any] = {
+        "nnodes": nodes,
+        "n_gpus_per_node": per_node,
+        "world_size": nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else None,
+        "accelerator": OmegaConf.select(tree, "trainer.device"),
+    }
+    for role, prefix in _ROLES.items():
+        sizes = {}
+        for name, keys in _PARALLEL.items():
+            found = (OmegaConf.select(tree, f"{prefix}.{key}") for key in keys)
+            sizes[name] = next((value for value in found if value is not None), None)
+        layout[role] = sizes
+    cluster = _ray_cluster()
+    if cluster is not None:
+        layout["cluster"] = cluster
+    return layout
+
+
+def _ray_cluster() -> dict[str, Any] | None:
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    resources: dict[str, float] = ray.cluster_resources()
+    kinds = [name.split(":", 1)[1] for name in resources if name.startswith("accelerator_type:")]
+    return {
+        "nodes": len(nodes),
+        "cpus": resources.get("CPU", 0),
+        "gpus": resources.get("GPU", 0),
+        "accelerators": kinds,
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of everything that a rollout comes from."""
+    found = {"python": platform.python_version(), "verl_rollout_skip": __version__}
+    for name in ("verl", "torch", "ray", "transformers", *_ENGINES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def host() -> dict[str, Any]:
+    """Which process on which machine."""
+    return {"name": socket.gethostname(), "pid": os.getpid()}
+
+
+def layout_difference(recorded: Mapping[str, Any], current: Mapping[str, Any], path: str = "") -> list[str]:
+    """One line for each number that differs: ``world_size: 16 → 8``."""
+    lines = []
+    for key in sorted({*recorded, *current} - {"cluster"}):
+        old, new, here = recorded.get(key), current.get(key), f"{path}{key}"
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += layout_difference(old, new, f"{here}.")
+        elif old != new:
+            lines.append(f"{here}: {old} → {new}")
+    return lines

@@ -1,0 +1,176 @@
+"""``manifest.json``: what the rollouts of a variant folder were made from. Written once, never rewritten.
+
+Each process that records into the folder has a file of its own under ``recordings/``, which it alone rewrites; so any
+number of processes on any storage can record at once, and nothing is lost or half-written. Reading a manifest brings
+both together.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets as tokens
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import xxhash
+from omegaconf import DictConfig
+
+from verl_rollout_skip.errors import ManifestError
+from verl_rollout_skip.fingerprint import Fingerprint, Flat, flat_hash, plain
+from verl_rollout_skip.layout import gpu_layout, host, versions
+from verl_rollout_skip.secrets import mask
+from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.storage import HERE, Storage
+
+MANIFEST_VERSION = 1
+NAME = "manifest.json"
+_RECORDINGS = "recordings"
+_MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a variant was recorded from, and by whom.
+
+    ``config`` is the whole resolved configuration with secrets masked. ``recordings`` has one item for each process
+    that recorded here: when, on which layout, with which versions, and which steps.
+    """
+
+    run_name: str
+    created_at: str
+    config_hash: str
+    fingerprint: Flat
+    training_hash: str
+    training: Flat
+    config: dict[str, Any]
+    gpu_layout: dict[str, Any]
+    versions: dict[str, str]
+    recordings: list[dict[str, Any]] = field(default_factory=list)
+    path: str = ""
+
+    @classmethod
+    def make(cls, run_name: str, config: DictConfig | Mapping[str, Any], fingerprint: Fingerprint) -> Manifest:
+        """The manifest of a training that is about to record."""
+        return cls(
+            run_name=run_name,
+            created_at=_now(),
+            config_hash=fingerprint.config_hash,
+            fingerprint=fingerprint.rollout,
+            training_hash=fingerprint.training_hash,
+            training=fingerprint.training,
+            config=mask(plain(config)),
+            gpu_layout=gpu_layout(config),
+            versions=versions(),
+        )
+
+    @classmethod
+    def load(cls, path: str, storage_options: dict[str, Any] | None = None) -> Manifest:
+        """Read a manifest by the path of its file or of the folder that it is in."""
+        folder = path.removesuffix("/").removesuffix(f"/{NAME}")
+        manifest = read_manifest(open_storage(folder, storage_options))
+        if manifest is None:
+            raise ManifestError(
+                f"There is no {NAME} in {folder}. Give the path of a manifest, or of the folder with the dumps: "
+                "DUMP_DIR/RUN_NAME/VARIANT."
+            )
+        return manifest
+
+
+class Recording:
+    """The entry of one process in a manifest: made at the first dump, rewritten at the end with the steps it wrote."""
+
+    def __init__(self, storage: Storage, layout: dict[str, Any]) -> None:
+        self._storage = storage
+        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        self._name = f"{stamp}-{tokens.token_hex(4)}.json"
+        self._item: dict[str, Any] = {"started_at": _now(), "host": host()}
+        self._item |= {"gpu_layout": layout, "versions": versions()}
+
+    def save(self, steps: list[int]) -> None:
+        """Write down which steps this process has recorded."""
+        self._item = {**self._item, "updated_at": _now(), "steps": sorted(set(steps))}
+        _publish(self._storage, _RECORDINGS, self._name, _render(self._item), replace=True)
+
+
+def write_manifest(storage: Storage, manifest: Manifest) -> Manifest:
+    """Write a manifest unless one is there; returns the one that is there then."""
+    fields = {key: value for key, value in vars(manifest).items() if key not in ("recordings", "path")}
+    try:
+        _publish(storage, HERE, NAME, _render({"format_version": MANIFEST_VERSION, **fields}), replace=False)
+    except FileExistsError:
+        pass  # another process was first, or an earlier one of this run
+    found = read_manifest(storage)
+    assert found is not None
+    return found
+
+
+def read_manifest(storage: Storage, folder: str = HERE) -> Manifest | None:
+    """The manifest of a folder, or None if it has none. A bad one is a ``ManifestError``."""
+    try:
+        data = storage.read(folder, NAME, _MAX_BYTES)
+    except FileNotFoundError:
+        return None
+    where = storage.where(folder, NAME)
+    fields = _parse(data, where)
+    version = fields.pop("format_version", None)
+    if not isinstance(version, int) or version > MANIFEST_VERSION:
+        raise ManifestError(
+            f"{where} is of format version {version}, this package reads up to {MANIFEST_VERSION}. Upgrade "
+            "verl-rollout-skip to read it."
+        )
+    try:
+        manifest = Manifest(**fields, path=where)
+    except TypeError as error:
+        raise ManifestError(f"{where} is no manifest: {error}. Restore it from a copy.") from error
+    for name, flat in (("config_hash", manifest.fingerprint), ("training_hash", manifest.training)):
+        if getattr(manifest, name) != flat_hash(flat):
+            raise ManifestError(f"{where} was edited: {name} does not belong to the settings beside it.")
+    if folder == HERE:
+        manifest.recordings.extend(_recordings(storage))
+    return manifest
+
+
+def _recordings(storage: Storage) -> list[dict[str, Any]]:
+    found = []
+    for name in sorted(storage.names(_RECORDINGS)):
+        if name.endswith(".json") and not name.startswith("."):
+            found.append(_parse(storage.read(_RECORDINGS, name, _MAX_BYTES), storage.where(_RECORDINGS, name)))
+    return found
+
+
+def _publish(storage: Storage, folder: str, name: str, data: bytes, replace: bool) -> None:
+    with storage.stage(folder) as staged:
+        staged.write(data)
+        storage.publish(staged, name, replace)
+
+
+def _render(fields: dict[str, Any]) -> bytes:
+    body = json.dumps(fields, indent=2, ensure_ascii=False)
+    checksum = xxhash.xxh3_128(body.encode("utf-8", "surrogatepass")).hexdigest()
+    text = json.dumps({**fields, "checksum": checksum}, indent=2, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(data.decode("utf-8", "surrogatepass"))
+        if not isinstance(fields, dict):
+            raise ValueError(f"it holds a {type(fields).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{where} is damaged, it is no JSON object ({error}). Restore it from a copy.") from error
+    if isinstance(fields.get("format_version"), int) and fields["format_version"] > MANIFEST_VERSION:
+        return fields  # a later version may have another checksum; the caller refuses it
+    checksum = fields.pop("checksum", None)
+    if _render(fields) != data or not checksum:
+        raise ManifestError(
+            f"{where} was edited or damaged: its checksum is wrong, so it cannot be trusted to say what the rollouts "
+            "beside it were made from. Restore it from a copy; to use the rollouts all the same, copy its folder and "
+            "record anew."
+        )
+    return fields
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
