@@ -70,6 +70,11 @@ def take_apart(batch: Any) -> Batch:
 def put_together(batch: Batch, kind: BatchKind | None = None) -> Any:
     """The inverse of ``take_apart``; ``kind`` overrides what the batch was."""
     if (kind or batch.kind) is BatchKind.DATAPROTO:
+        if batch.kind is not BatchKind.DATAPROTO:
+            raise UnsupportedBatchError(
+                "This rollout was recorded as a TensorDict and cannot be returned as a DataProto. "
+                "Leave `kind` out to get it as it was recorded."
+            )
         return _make_dataproto(batch)
     return _make_tensordict(batch)
 
@@ -138,8 +143,11 @@ def _leaves(node: TensorDict, path: Path, nodes: dict[Path, tuple[int, ...]]) ->
 
 
 def _make_dataproto(batch: Batch) -> Any:
-    from verl import DataProto
-
+    try:
+        from verl import DataProto
+    except ImportError as error:
+        text = f'verl is installed but cannot be imported ({error}); kind="TensorDict" needs no verl'
+        raise ImportError(text) from error
     tensors = _nest(batch) if () in batch.nodes else None
     return DataProto(
         batch=tensors,
@@ -153,9 +161,9 @@ def _make_tensordict(batch: Batch) -> TensorDict:
     if batch.kind is BatchKind.DATAPROTO:
         # As verl's DataProto.to_tensordict does it: a NonTensorStack for an array, NonTensorData for meta_info.
         for path, array in batch.arrays.items():
-            tensordict.set(path[0], _stack(array))
+            _set_new(tensordict, path[0], _stack(array))
         for key, value in batch.meta.items():
-            tensordict.set(str(key), NonTensorData(value))
+            _set_new(tensordict, str(key), NonTensorData(value))
     return tensordict
 
 
@@ -167,7 +175,15 @@ def _leaf(batch: Batch, path: Path) -> Any:
     return _stack(batch.arrays[path]) if path in batch.arrays else NonTensorData(batch.meta[path])
 
 
+def _set_new(tensordict: TensorDict, key: str, value: Any) -> None:
+    if key in tensordict.keys():  # noqa: SIM118 - `in` of a TensorDict asks for something else
+        raise UnsupportedBatchError(f"{key!r} is in more than one part of the DataProto; a TensorDict has only one.")
+    tensordict.set(key, value)
+
+
 def _stack(array: np.ndarray) -> NonTensorStack:
+    if len(array) == 0:
+        raise UnsupportedBatchError("A TensorDict of 0 rows cannot hold non-tensors; read it as a DataProto.")
     return NonTensorStack.from_list([NonTensorData(cell) for cell in array])
 
 

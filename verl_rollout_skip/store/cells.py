@@ -150,6 +150,15 @@ def blob_bytes(blob: Blob) -> bytes:
     return bytes(blob.tobytes())
 
 
+def blob_size(blob: Blob) -> int:
+    """How many bytes ``blob_bytes`` gives, without making them."""
+    if isinstance(blob, bytes):
+        return len(blob)
+    if isinstance(blob, torch.Tensor | np.ndarray):
+        return int(blob.nbytes)
+    return int(blob.width * blob.height * max(_IMAGE_BYTES[blob.mode], 1))
+
+
 def _scalar_form(cells: Sequence[Any]) -> str | None:
     """The form of a column whose cells are all of one simple type, None aside; people can query such a column."""
     kinds = {type(cell) for cell in cells} - {type(None)}

@@ -309,5 +309,5 @@ def cell_type(form: str) -> pa.DataType:
         "bool": pa.bool_(),
     }
     if form not in kinds:
-        raise UnsupportedBatchError(f"{form!r} is no form of a column of objects; there are {', '.join(kinds)}.")
+        raise ValueError(f"{form!r} is no form of a column of objects; there are {', '.join(kinds)}")
     return kinds[form]

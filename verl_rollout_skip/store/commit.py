@@ -6,9 +6,9 @@ is the commit; then the record gets its own name. A reader digests the Parquet f
 digest: under its own name normally, under a pending name if the writer died, or is still on its way, before the last
 step.
 
-Writers that replace one entry at the same time can give their records the name in another order than their Parquet
-files. So a replacing writer leaves its pending record where it is: whichever Parquet file stays, its record is there.
-``prune`` removes such records when they are old and not needed.
+Nobody ever overwrites a record: whoever names his own first moves the one in place aside, to a pending name, and
+deletes it only when he has seen that it describes another Parquet file than the one in place. So whichever of several
+writers comes last with his Parquet file, its record is in the folder. ``prune`` removes what was left lying about.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def commit(
                 if not _is_in_place(storage, key, record):
                     storage.delete(folder, pending)
             raise
-        _name_record(storage, key, record, pending, replace)
+        _name_record(storage, key, record, pending)
     return record
 
 
@@ -181,16 +181,32 @@ def _put(storage: Storage, folder: str, name: str, data: bytes, replace: bool = 
         storage.publish(staged, name, replace)
 
 
-def _name_record(storage: Storage, key: RolloutKey, record: EntryRecord, pending: str, keep: bool) -> None:
-    folder = names.folder_name(key)
+def _name_record(storage: Storage, key: RolloutKey, record: EntryRecord, pending: str) -> None:
+    folder, name = names.folder_name(key), names.record_name(key)
     try:
-        if not keep:
-            with contextlib.suppress(FileNotFoundError):  # somebody pruned it meanwhile
-                storage.rename(folder, pending, names.record_name(key))
-                return
-        _put(storage, folder, names.record_name(key), record_bytes(record))
+        aside = _move_aside(storage, key)
+        try:
+            _put(storage, folder, name, record_bytes(record), replace=False)
+        except FileExistsError:
+            return  # another writer was quicker; ours stays pending
+        if _is_in_place(storage, key, record):
+            for superseded in (pending, aside):
+                if superseded is not None:
+                    storage.delete(folder, superseded)
     except OSError as error:
         logger.warning("%s is committed; its record keeps the name %s (%s)", key, pending, error)
+
+
+def _move_aside(storage: Storage, key: RolloutKey) -> str | None:
+    """Give the record in place a pending name, under which readers still find it; None if there is none."""
+    folder, aside = names.folder_name(key), f"{names.pending_prefix(key, '0' * 32)}{secrets.token_hex(6)}.json"
+    if storage.info(folder, names.record_name(key)) is None:
+        return None
+    try:
+        storage.rename(folder, names.record_name(key), aside)
+    except FileNotFoundError:
+        return None
+    return aside
 
 
 def _same_or_error(storage: Storage, key: RolloutKey, record: EntryRecord, limit: int) -> EntryRecord:
@@ -236,25 +252,24 @@ def _remove_record(storage: Storage, key: RolloutKey, expected: bytes | None, na
 
     Another process may have recorded the key anew meanwhile, and its record must stay.
     """
-    folder, taken = names.folder_name(key), f"{names.TEMPORARY}{secrets.token_hex(6)}"
-    if expected is None:
+    folder = names.folder_name(key)
+    aside = None if expected is None else _move_aside(storage, key)
+    if aside is None:
         return
-    with contextlib.suppress(FileNotFoundError):
-        storage.rename(folder, names.record_name(key), taken)
-        found = _read_record(storage, folder, taken)
-        if found == expected and name is not None:
-            storage.rename(folder, taken, name)
-            return
-        if found is not None and found != expected:
-            with contextlib.suppress(FileExistsError):
-                _put(storage, folder, names.record_name(key), found, replace=False)
-        storage.delete(folder, taken)
+    found = _read_record(storage, folder, aside)
+    if found is not None and found != expected:
+        with contextlib.suppress(FileExistsError):
+            _put(storage, folder, names.record_name(key), found, replace=False)
+    elif name is not None:
+        storage.rename(folder, aside, name)
+        return
+    storage.delete(folder, aside)
 
 
 def _pending_record(storage: Storage, key: RolloutKey, digest: str) -> EntryRecord | None:
-    folder, prefix = names.folder_name(key), names.pending_prefix(key, digest)
+    folder = names.folder_name(key)
     for name in storage.names(folder):
-        if name.startswith(prefix):
+        if names.parse_pending(name) == key.gen_batch:
             data = _read_record(storage, folder, name)
             if data is not None:
                 with contextlib.suppress(UnreadableEntryError):

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, StoreError
+from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store import cells
@@ -253,7 +253,7 @@ class damage_is_corruption:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, StoreError | ImportError):
+        if isinstance(error, Exception) and not isinstance(error, RolloutSkipError | ImportError):
             raise CorruptEntryError(f"It cannot be decoded ({type(error).__name__}: {error}).") from error
 
 

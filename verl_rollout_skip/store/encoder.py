@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from verl_rollout_skip.errors import StoreError
+from verl_rollout_skip.errors import StoreError, UnsupportedBatchError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store import cells, columns
 from verl_rollout_skip.store.batch import take_apart
@@ -203,6 +203,10 @@ def _object_arrays(objects: Objects, fields: list[pa.Field], rows: slice) -> lis
         arrays.append(pa.array(encoded.alias[rows], pa.int32()))
     if encoded.blobs is not None:
         # One value a row, not a list of values: readers can then bound the memory that it takes.
+        if sum(cells.blob_size(blob) for row in encoded.blobs[rows] for blob in row) >= 2**31:
+            raise UnsupportedBatchError(
+                f"Cannot store {'.'.join(objects.path)}: a single row has more than 2 GiB of bulk data."
+            )
         blobs = [[cells.blob_bytes(blob) for blob in row] for row in encoded.blobs[rows]]
         sizes = np.array([len(blob) for row in blobs for blob in row], np.int64)
         arrays.append(pa.array([b"".join(row) for row in blobs], pa.binary()))
@@ -228,23 +232,28 @@ def _part_spec(part: Part, layout: list[Column]) -> dict[str, Any]:
 def _row_groups(prepared: Prepared) -> Iterator[slice]:
     """Slices of rows of some tens of megabytes: what is encoded at once, and so the extra memory of a dump."""
     rows = prepared.output.batch.rows
-    total = sum(_payload_bytes(part) for part in (prepared.output, prepared.input) if part is not None)
-    step = max(1, _GROUP_BYTES * rows // max(total, 1))
-    for start in range(0, max(rows, 1), step):
-        yield slice(start, min(rows, start + step))
+    costs = sum(_row_costs(part) for part in (prepared.output, prepared.input) if part is not None)
+    ends = np.flatnonzero(np.diff(np.cumsum(costs) // _GROUP_BYTES)) + 1
+    starts = [0, *(int(end) for end in ends)]
+    for start, stop in zip(starts, [*starts[1:], rows], strict=True):
+        yield slice(start, stop)
 
 
-def _payload_bytes(part: Part) -> int:
-    total = 0
+def _row_costs(part: Part) -> np.ndarray:
+    """How many bytes each row has in memory."""
+    rows = part.batch.rows
+    costs = np.zeros(rows)
     for column in part.numbers:
         if isinstance(column.form, Rows):
-            total += sum(row.nbytes for row in column.bits)
+            costs += [row.nbytes for row in column.bits]
+        elif isinstance(column.form, Jagged):
+            costs += np.diff(column.bits[1]) * (column.bits[0].nbytes / max(len(column.bits[0]), 1))
         elif not isinstance(column.form, Same):
-            total += column.bits[0].nbytes if isinstance(column.form, Jagged) else column.bits.nbytes
+            costs += column.bits.nbytes / max(rows, 1)
     for objects in part.objects:
-        blobs = objects.cells.blobs or ()
-        total += sum(getattr(blob, "nbytes", 0) or 0 for row in blobs for blob in row)
-    return total
+        if objects.cells.blobs is not None:
+            costs += [sum(cells.blob_size(blob) for blob in row) for row in objects.cells.blobs]
+    return costs
 
 
 def _token_lengths(part: Part) -> tuple[np.ndarray, np.ndarray] | None:

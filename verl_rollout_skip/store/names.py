@@ -26,7 +26,7 @@ def record_name(key: RolloutKey) -> str:
 
 
 def pending_prefix(key: RolloutKey, digest: str) -> str:
-    """How the names of records begin that were written before their Parquet file with this digest."""
+    """How the names of records begin that have not got their own name: with the digest of their Parquet file."""
     return f".gen_{key.gen_batch:03d}.{digest}."
 
 

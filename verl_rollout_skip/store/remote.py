@@ -7,6 +7,7 @@ supports conditional puts (S3, Google Cloud Storage and memory do); elsewhere th
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -24,12 +25,26 @@ class RemoteStorage:
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self.url = url.rstrip("/")
+        self._options = options
+        self._open()
+
+    def _open(self) -> None:
         # A listing that was cached would hide what other processes have committed.
-        self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
-        self._root = self._root.rstrip("/")
+        self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **self._options)
+        self._root = root.rstrip("/")
+        self._pid = os.getpid()
         # There are no folders in a bucket, and asking for one could create a bucket whose name was misspelt.
-        protocols = [self._fs.protocol] if isinstance(self._fs.protocol, str) else self._fs.protocol
-        self._has_buckets = not _BUCKETS.isdisjoint(protocols)
+        protocol = self._filesystem.protocol
+        self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+
+    @property
+    def _fs(self) -> Any:
+        if self._pid != os.getpid():
+            # Connections do not survive a fork, and the instance that fsspec has cached is the parent's.
+            fsspec.AbstractFileSystem.clear_instance_cache()
+            type(self._filesystem).clear_instance_cache()
+            self._open()
+        return self._filesystem
 
     def stage(self, folder: str) -> Staged:
         return Staged(folder, io.BytesIO())
@@ -82,6 +97,9 @@ class RemoteStorage:
     def _pipe(self, path: str, data: bytes, mode: str) -> None:
         if not self._has_buckets:
             self._fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+        # Not every server of the S3 kind heeds the condition of a put.
+        if mode == "create" and self._fs.exists(path, refresh=True):
+            raise FileExistsError(path)
         self._fs.pipe_file(path, data, mode=mode)
 
     def _list(self, path: str) -> list[dict[str, Any]]:

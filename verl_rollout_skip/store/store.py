@@ -22,7 +22,6 @@ from verl_rollout_skip.errors import (
     RolloutSkipError,
     StoreError,
     UnreadableEntryError,
-    UnsupportedBatchError,
 )
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size, parse_size
@@ -335,11 +334,6 @@ def _present(batch: Batch, kind: BatchKind | str | None) -> Any:
     wanted = None if kind is None else BatchKind(kind)
     if wanted is None and batch.kind is BatchKind.DATAPROTO and importlib.util.find_spec("verl") is None:
         wanted = BatchKind.TENSORDICT
-    if wanted is BatchKind.DATAPROTO and batch.kind is not BatchKind.DATAPROTO:
-        raise UnsupportedBatchError(
-            "This rollout was recorded as a TensorDict and cannot be returned as a DataProto. Leave `kind` out to get "
-            "it as it was recorded."
-        )
     with damage_is_corruption():
         return put_together(batch, wanted)
 

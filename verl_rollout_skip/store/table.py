@@ -116,17 +116,18 @@ class ColumnReader:
             pre_buffer=False,
             read_dictionary=[name] if dictionary else None,
         )
-        column = file.read(columns=[name], use_threads=False).column(name)
-        if len(column) != self._metadata.num_rows:
-            raise CorruptEntryError(f"Column {name!r} holds {len(column)} rows, not {self._metadata.num_rows}.")
-        if kind is not None and column.type != kind:
-            raise CorruptEntryError(f"Column {name!r} is of type {column.type}, not {kind}.")
+        # One row group at a time: Arrow counts what it reads at once in 32 bits.
         start = 0
-        for chunk in column.chunks:
-            if chunk.null_count and not nullable:
-                raise CorruptEntryError(f"Column {name!r} has missing values.")
-            yield slice(start, start + len(chunk)), chunk
-            start += len(chunk)
+        for group in range(self._metadata.num_row_groups):
+            for chunk in file.read_row_group(group, columns=[name], use_threads=False).column(name).chunks:
+                if kind is not None and chunk.type != kind:
+                    raise CorruptEntryError(f"Column {name!r} is of type {chunk.type}, not {kind}.")
+                if chunk.null_count and not nullable:
+                    raise CorruptEntryError(f"Column {name!r} has missing values.")
+                yield slice(start, start + len(chunk)), chunk
+                start += len(chunk)
+        if start != self._metadata.num_rows:
+            raise CorruptEntryError(f"Column {name!r} holds {start} rows, not {self._metadata.num_rows}.")
 
 
 def item_numpy(item: pa.DataType) -> np.ndarray:
