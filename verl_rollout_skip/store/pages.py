@@ -24,9 +24,9 @@ def check_pages(data: memoryview, metadata: Any) -> None:
 
 
 def _check_column(data: memoryview, column: Any) -> None:
-    start = column.data_page_offset
-    if column.has_dictionary_page and column.dictionary_page_offset is not None:
-        start = min(start, column.dictionary_page_offset)
+    # An offset of 0 is none: a column without rows has no data page.
+    offsets = [column.data_page_offset, column.dictionary_page_offset if column.has_dictionary_page else None]
+    start = min((offset for offset in offsets if offset), default=0)
     position, end = start, start + column.total_compressed_size
     if not 0 <= start <= end <= len(data):
         raise CorruptEntryError(f"Column {column.path_in_schema!r} does not lie within the file.")
