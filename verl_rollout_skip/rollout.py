@@ -144,7 +144,12 @@ class RolloutSkip:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RolloutSkipError as failed:
+            if error is None:
+                raise
+            logger.error("while %s was on its way: %s", type(error).__name__, failed)
 
     # Loading
 

@@ -75,14 +75,15 @@ def commit(
         summary = codec.write(prepared, key, staged.stream)
         staged.stream.close()
         record = make_record(key, summary, staged.digest, staged.size, time.perf_counter() - started, info)
-        admit(staged.size)
+        if replace or storage.info(folder, names.data_name(key)) is None:
+            admit(staged.size + len(record_bytes(record)))
         pending = f"{names.pending_prefix(key, record.digest)}{secrets.token_hex(6)}.json"
         _put(storage, folder, pending, record_bytes(record))
         try:
             storage.publish(staged, names.data_name(key), replace)
         except FileExistsError:
-            # Unless a put was sent twice because its answer was lost: then the bytes in place are our own.
-            if not _is_in_place(storage, key, record):
+            # Unless a put was sent twice because its answer was lost: then our bytes are in place, without a record.
+            if not _is_in_place(storage, key, record) or _is_named(storage, key, record.digest):
                 storage.delete(folder, pending)
                 return _same_or_error(storage, key, record, limit)
         except BaseException:
@@ -232,6 +233,15 @@ def _is_in_place(storage: Storage, key: RolloutKey, record: EntryRecord) -> bool
         return False
 
 
+def _is_named(storage: Storage, key: RolloutKey, digest: str) -> bool:
+    """Whether the record under its own name belongs to the Parquet file with this digest."""
+    found = _read_record(storage, names.folder_name(key), names.record_name(key))
+    try:
+        return found is not None and parse_record(found, key).digest == digest
+    except UnreadableEntryError:
+        return False
+
+
 def is_pending_needed(storage: Storage, folder: str, key: RolloutKey, pending: str) -> bool:
     """Whether an entry has no other record than this pending one."""
     data = _read_record(storage, folder, pending)
@@ -240,11 +250,7 @@ def is_pending_needed(storage: Storage, folder: str, key: RolloutKey, pending: s
             return False
     except UnreadableEntryError:
         return False  # a pending record that cannot be read serves nobody
-    found = _read_record(storage, folder, names.record_name(key))
-    try:
-        return found is None or parse_record(found, key).digest != parse_record(data, key).digest
-    except UnreadableEntryError:
-        return True
+    return not _is_named(storage, key, parse_record(data, key).digest)
 
 
 def _remove_record(storage: Storage, key: RolloutKey, expected: bytes | None, name: str | None = None) -> None:

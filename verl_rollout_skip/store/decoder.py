@@ -27,10 +27,11 @@ from verl_rollout_skip.store.forms import FORMS, Form, Reading, Same, form_from_
 from verl_rollout_skip.store.padding import Spans
 from verl_rollout_skip.store.pages import check_pages
 from verl_rollout_skip.store.table import ColumnReader
-from verl_rollout_skip.store.threads import map_in_threads
+from verl_rollout_skip.store.threads import map_in_threads, worker_count
 
 # A Python object takes at least so much memory, however little it takes in the file.
 _OBJECT_BYTES = 100
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
 _LENGTHS = {
     "output": ["skip__prompt_length", "skip__response_length"],
     "input": ["skip__input_length", "skip__input_response_length"],
@@ -126,7 +127,7 @@ class Reader:
 
     def _check_size(self, parts: list[_ParsedPart]) -> None:
         """Compare what the file claims with the limit, before anything is allocated."""
-        weights = {name: 8 for part in parts for name in part.number_columns}
+        weights = {name: 0 for part in parts for name in part.number_columns}
         weights |= {name: _OBJECT_BYTES for part in parts for name in part.object_columns}
         stored = dict.fromkeys(weights, 0)
         for group in range(self._metadata.num_row_groups):
@@ -134,8 +135,11 @@ class Reader:
                 column = self._metadata.row_group(group).column(index)
                 name = column.path_in_schema.split(".")[0]
                 if name in weights:
-                    stored[name] += max(column.total_uncompressed_size, column.num_values * weights[name])
-        needed = sum(stored.values())
+                    width = weights[name] or _WIDTHS.get(column.physical_type, 8)
+                    stored[name] += max(column.total_uncompressed_size, column.num_values * width)
+        # Columns are read a few at a time and let go when they are decoded; Python objects stay.
+        needed = sum(sorted(stored.values())[-worker_count() :])
+        needed += sum(size for name, size in stored.items() if weights[name])
         sizes: dict[_Place, int] = {}
         for part in parts:
             for item, form in sorted(part.forms, key=lambda job: _stage(job[1])):

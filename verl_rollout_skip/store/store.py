@@ -28,7 +28,7 @@ from verl_rollout_skip.sizes import format_size, parse_size
 from verl_rollout_skip.store import codec, commit, names
 from verl_rollout_skip.store.batch import Batch, BatchKind, put_together
 from verl_rollout_skip.store.decoder import damage_is_corruption
-from verl_rollout_skip.store.entry import EntryRecord
+from verl_rollout_skip.store.entry import EntryRecord, record_bytes
 from verl_rollout_skip.store.local import LocalStorage, free_bytes, is_own_leftover
 from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.store.prefetch import Prefetcher
@@ -220,7 +220,12 @@ class RolloutStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except DumpError as failed:
+            if error is None:
+                raise
+            logger.error("while %s was on its way: %s", type(error).__name__, failed)
 
     def __reduce__(self) -> Any:
         return _reopen, (self._storage.where(), self._arguments)
@@ -235,7 +240,7 @@ class RolloutStore:
             raise
         except Exception as error:
             raise DumpError(_dump_message(self._storage, key, error)) from error
-        self._usage.add(record.bytes)
+        self._usage.add(record.bytes + len(record_bytes(record)))
         self.written_bytes += record.bytes
         logger.debug("%s: committed %s", key, format_size(record.bytes))
 
@@ -360,8 +365,7 @@ def _held_bytes(prepared: codec.Prepared) -> int:
 def _is_leftover(storage: Storage, folder: str, file: FileInfo, older_than_s: float) -> bool:
     old = time.time() - file.changed > older_than_s
     if file.name.startswith(names.TEMPORARY):
-        gone = is_own_leftover(file.name)
-        return old if gone is None else gone
+        return old or bool(is_own_leftover(file.name))
     gen_batch, step = names.parse_pending(file.name), names.parse_folder(folder)
     if gen_batch is None or step is None or not old:
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -19,12 +19,15 @@ def worker_count() -> int:
 def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """``[function(item) for item in items]``, several at a time; the first exception is raised."""
     workers = min(worker_count(), len(items))
-    if workers > 1:
+    if workers < 2:
+        return [function(item) for item in items]
+    futures: list[Future[Result]] = []
+    with ThreadPoolExecutor(workers, "rollout-skip-codec") as pool:
         try:
-            with ThreadPoolExecutor(workers, "rollout-skip-codec") as pool:
-                futures = [pool.submit(function, item) for item in items]
+            for item in items:
+                futures.append(pool.submit(function, item))
         except RuntimeError:
-            # The interpreter is shutting down and starts no threads; a dump that is still pending must be finished.
-            return [function(item) for item in items]
-        return [future.result() for future in futures]
-    return [function(item) for item in items]
+            # The interpreter is shutting down and starts no more threads; what is left is done right here.
+            pass
+        rest = [function(item) for item in items[len(futures) :]]
+    return [*(future.result() for future in futures), *rest]

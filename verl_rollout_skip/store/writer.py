@@ -65,10 +65,12 @@ class BackgroundWriter:
             while self._jobs and self._pending_bytes + job.size > self._max_pending_bytes:
                 logger.debug("%s waits: %s are being written", job.key, format_size(self._pending_bytes))
                 self._changed.wait()
+                self.raise_if_closed(job.key)  # the thread may have ended meanwhile
+            failures = self._take_failures()  # of earlier jobs: this one may fail before we return
             self._jobs.append(job)
             self._pending_bytes += job.size
             self._changed.notify_all()
-        self.raise_failures()
+        _raise(failures)
 
     def raise_if_closed(self, key: RolloutKey) -> None:
         if self._closed:
@@ -106,10 +108,12 @@ class BackgroundWriter:
     def raise_failures(self) -> None:
         """Raise what has failed since the last time, if anything."""
         with self._changed:
-            failures, self._failures = self._failures, []
-        if not failures:
-            return
-        raise DumpError.of(failures) from failures[0][1]
+            failures = self._take_failures()
+        _raise(failures)
+
+    def _take_failures(self) -> list[tuple[RolloutKey, BaseException]]:
+        failures, self._failures = self._failures, []
+        return failures
 
     def _start(self) -> None:
         if self._thread is not None:
@@ -137,6 +141,11 @@ class BackgroundWriter:
                 self._pending_bytes -= job.size
                 self._changed.notify_all()
             del job  # lets go of the batch while the thread waits for the next one
+
+
+def _raise(failures: list[tuple[RolloutKey, BaseException]]) -> None:
+    if failures:
+        raise DumpError.of(failures) from failures[0][1]
 
 
 def _close_at_exit(reference: weakref.ref[BackgroundWriter]) -> None:
