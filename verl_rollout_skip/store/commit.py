@@ -190,10 +190,11 @@ def _name_record(storage: Storage, key: RolloutKey, record: EntryRecord, pending
             _put(storage, folder, name, record_bytes(record), replace=False)
         except FileExistsError:
             return  # another writer was quicker; ours stays pending
-        if _is_in_place(storage, key, record):
-            for superseded in (pending, aside):
-                if superseded is not None:
-                    storage.delete(folder, superseded)
+        if aside is None:
+            storage.delete(folder, pending)
+        elif _is_in_place(storage, key, record):
+            storage.delete(folder, pending)
+            storage.delete(folder, aside)
     except OSError as error:
         logger.warning("%s is committed; its record keeps the name %s (%s)", key, pending, error)
 
@@ -229,8 +230,8 @@ def _is_in_place(storage: Storage, key: RolloutKey, record: EntryRecord) -> bool
         return False
     try:
         return xxhash.xxh3_128(storage.read(folder, name, record.bytes)).hexdigest() == record.digest
-    except FileNotFoundError:
-        return False
+    except (FileNotFoundError, EntryTooLargeError):
+        return False  # replaced since we asked for its size
 
 
 def _is_named(storage: Storage, key: RolloutKey, digest: str) -> bool:
