@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.probes NAME '{"folder": …}'`` runs one and prints its result as JSON on the last line. "ours" is
 ``RolloutStore``, "upstream" is ``DataProto.save_to_disk`` and ``load_from_disk``. Before anything is timed, the same
-calls have been made once with a tiny batch: imports, thread pools and codecs are warm for both.
+calls have been made once with a tiny batch, and as much memory as will be needed has been touched and freed: imports,
+thread pools, codecs and, in a virtual machine, the pages behind the memory are warm for both.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ SAMPLES = 30
 def ours_dump(folder: str, raw: str) -> dict[str, Any]:
     """A dump that is durable when it returns, inputs included."""
     store = _warm_store(folder, background=False)
+    _free_key(store)
     output, inputs = load_raw(Path(raw))
-    with _Usage() as usage:
-        store.put(KEY, output, inputs=inputs, replace=True)
+    with _Usage(raw) as usage:
+        store.put(KEY, output, inputs=inputs)
     return {"seconds": usage.seconds, "extra_bytes": usage.extra_bytes, "bytes": _folder_bytes(_entry(folder))}
 
 
@@ -44,7 +46,7 @@ def upstream_dump(folder: str, raw: str) -> dict[str, Any]:
     output, _ = load_raw(Path(raw))
     path = Path(folder) / "batch.pkl"
     path.unlink(missing_ok=True)
-    with _Usage() as usage:
+    with _Usage(raw) as usage:
         started = time.perf_counter()
         output.save_to_disk(path)
         unsynced = time.perf_counter() - started
@@ -63,7 +65,7 @@ def ours_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
     store = _warm_store(folder, background=False)
     for file in _entry(folder).iterdir():
         file.read_bytes()
-    with _Usage() as usage:
+    with _Usage(raw) as usage:
         output = store.get(KEY)
     if compare:
         expected, expected_inputs = load_raw(Path(raw))
@@ -77,7 +79,7 @@ def upstream_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
     _warm_upstream(folder)
     path = Path(folder) / "batch.pkl"
     path.read_bytes()
-    with _Usage() as usage:
+    with _Usage(raw) as usage:
         output = DataProto.load_from_disk(path)
     if compare:
         _require_same(output, load_raw(Path(raw))[0])
@@ -87,15 +89,19 @@ def upstream_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
 def ours_blocked(folder: str, raw: str) -> dict[str, Any]:
     """How long the training thread waits at a background dump, and at a hit that was prefetched."""
     store = _warm_store(folder, background=True)
+    _free_key(store)
     output, inputs = load_raw(Path(raw))
-    gc.collect()
-    dump = _seconds(lambda: store.put(KEY, output, inputs=inputs, replace=True))
+    _touch_memory(raw)
+    started = time.perf_counter()
+    store.put(KEY, output, inputs=inputs)
+    dump = time.perf_counter() - started
     store.flush()
     del output, inputs
     gc.collect()
     _prefetch(store)
-    hit = _seconds(lambda: store.get(KEY))
-    return {"dump_seconds": dump, "hit_seconds": hit}
+    started = time.perf_counter()
+    store.get(KEY)
+    return {"dump_seconds": dump, "hit_seconds": time.perf_counter() - started}
 
 
 def interpreter_lock(folder: str, raw: str, busy: bool) -> dict[str, Any]:
@@ -105,16 +111,17 @@ def interpreter_lock(folder: str, raw: str, busy: bool) -> dict[str, Any]:
     longest that it stood still.
     """
     store = _warm_store(folder, background=True)
+    _free_key(store)
     output, inputs = load_raw(Path(raw))
     alone = _Loop()
     if busy:
         alone.run(lambda: time.perf_counter() - alone.started > 1.0)
     result = {}
     for name, begin, end in (
-        ("dump", lambda: store.put(KEY, output, inputs=inputs, replace=True), store.flush),
+        ("dump", lambda: store.put(KEY, output, inputs=inputs), store.flush),
         ("load", lambda: None, lambda: _prefetch(store)),
     ):
-        gc.collect()
+        _touch_memory(raw)
         started = time.perf_counter()
         begin()
         done = threading.Event()
@@ -159,8 +166,11 @@ def growth(folder: str, entries: int) -> dict[str, Any]:
 class _Usage:
     """Wall time and peak memory of a block: how far the resident memory rose above where it was at the start."""
 
+    def __init__(self, raw: str) -> None:
+        self._raw = raw
+
     def __enter__(self) -> _Usage:
-        gc.collect()
+        _touch_memory(self._raw)
         Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
         self._resident = _status("VmRSS")
         self._started = time.perf_counter()
@@ -193,6 +203,12 @@ class _Loop:
         self.pace = rounds / max(last - self.started, 1e-9)
 
 
+def _touch_memory(raw: str) -> None:
+    """Use and free twice the memory of the batch: what upstream takes at a dump, and more than anything else does."""
+    gc.collect()
+    np.ones(2 * sum(file.stat().st_size for file in Path(raw).iterdir()), np.uint8)
+
+
 def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
@@ -213,11 +229,16 @@ def _median(call: Callable[[], Any]) -> float:
 def _warm_store(folder: str, background: bool) -> RolloutStore:
     store = RolloutStore(Path(folder) / "store", background=background)
     output, inputs = make_batch(TINY)
-    store.put(RolloutKey(1), output, inputs=inputs, replace=True)
+    store.put(RolloutKey(1), output, inputs=inputs)
     store.flush()
     store.get(RolloutKey(1))
     store.inputs(RolloutKey(1))
     return store
+
+
+def _free_key(store: RolloutStore) -> None:
+    if KEY in store:
+        store.delete(KEY)
 
 
 def _warm_upstream(folder: str) -> None:

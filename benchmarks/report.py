@@ -1,0 +1,209 @@
+"""What the measurements amount to: the best of the samples, the ratios, the goals, and tables of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from verl_rollout_skip.sizes import format_size
+
+PACKAGES = ("verl-rollout-skip", "verl", "torch", "tensordict", "pyarrow", "numpy")
+JUDGED = ("M", "zipf")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One row of the comparison. ``times_better`` if a goal is a factor, otherwise it is a share of upstream's."""
+
+    name: str
+    title: str
+    unit: str
+    goal: float
+    times_better: bool = True
+
+    def ratio(self, batch: dict[str, Any]) -> float:
+        ours, upstream = batch["ours"][self.name], batch["upstream"][self.name]
+        return float(upstream / ours if self.times_better else ours / upstream)
+
+    def met(self, ratio: float) -> bool:
+        return ratio >= self.goal if self.times_better else ratio <= self.goal
+
+    def show(self, ratio: float) -> str:
+        return f"{ratio:.1f}×" if self.times_better else f"{100 * ratio:.2f} %"
+
+    def show_goal(self) -> str:
+        return f"≥ {self.goal:.0f}×" if self.times_better else f"≤ {100 * self.goal:.0f} %"
+
+
+MEASURES = (
+    Measure("bytes", "size on disk", "bytes", 35),
+    Measure("dump_seconds", "dump, fsync included", "seconds", 4),
+    Measure("load_seconds", "load, page cache warm", "seconds", 3),
+    Measure("dump_extra_bytes", "extra memory at the dump", "bytes", 18),
+    Measure("dump_blocked_seconds", "training thread blocked: dump", "seconds", 0.02, times_better=False),
+    Measure("hit_blocked_seconds", "training thread blocked: hit", "seconds", 0.02, times_better=False),
+)
+
+
+def summary(batch: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """One batch: the best sample of everything on both sides, the ratios, and all samples."""
+
+    def best(probe: str, field: str) -> float:
+        return min(sample[field] for sample in samples[probe])
+
+    upstream_load = best("upstream_load", "seconds")
+    ours = {
+        "bytes": best("ours_dump", "bytes"),
+        "dump_seconds": best("ours_dump", "seconds"),
+        "load_seconds": best("ours_load", "seconds"),
+        "dump_extra_bytes": best("ours_dump", "extra_bytes"),
+        "dump_blocked_seconds": best("ours_blocked", "dump_seconds"),
+        "hit_blocked_seconds": best("ours_blocked", "hit_seconds"),
+        "load_peak_bytes": best("ours_load", "peak_bytes"),
+    }
+    upstream = {
+        "bytes": best("upstream_dump", "bytes"),
+        "dump_seconds": best("upstream_dump", "seconds"),
+        "load_seconds": upstream_load,
+        "dump_extra_bytes": best("upstream_dump", "extra_bytes"),
+        # Upstream itself does not sync: the thread is blocked for the write alone.
+        "dump_blocked_seconds": best("upstream_dump", "unsynced_seconds"),
+        "hit_blocked_seconds": upstream_load,
+        "load_peak_bytes": best("upstream_load", "peak_bytes"),
+    }
+    result = {**batch, "ours": ours, "upstream": upstream}
+    result["ratios"] = {measure.name: measure.ratio(result) for measure in MEASURES}
+    return {**result, "samples": samples}
+
+
+def goals(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The goals against what was measured, for the batch that they are set for; empty if it was not measured."""
+    return [
+        {
+            "name": measure.name,
+            "goal": measure.goal,
+            "measured": batch["ratios"][measure.name],
+            "met": measure.met(batch["ratios"][measure.name]),
+        }
+        for batch in batches
+        if (batch["size"], batch["text"]) == JUDGED
+        for measure in MEASURES
+    ]
+
+
+def text(result: dict[str, Any]) -> str:
+    """The whole result as tables for people."""
+    machine = result["machine"]
+    packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+    lines = [
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, {format_size(machine['memory_bytes'])}, "
+        f"{machine['file_system']}, Python {machine['python']}",
+        packages,
+        f"best of {result['repeats']}, each in a fresh process (uniform text: once); ours stores the inputs of the "
+        "rollout too, verl's own does not",
+    ]
+    for batch in result["batches"]:
+        lines += ["", *_batch_lines(batch)]
+    lines += ["", *_lock_lines(result["interpreter_lock"]), "", *_growth_lines(result["growth"])]
+    if result["goals"]:
+        missed = [goal["name"] for goal in result["goals"] if not goal["met"]]
+        lines += ["", f"goals missed: {', '.join(missed)}" if missed else "all goals met"]
+    else:
+        lines += ["", f"no goals judged: they are set for size {JUDGED[0]}, {JUDGED[1]} text"]
+    return "\n".join(lines)
+
+
+def _batch_lines(batch: dict[str, Any]) -> list[str]:
+    cells = batch["rows"] * (batch["prompt_width"] + batch["response_width"])
+    judged = (batch["size"], batch["text"]) == JUDGED
+    lines = [
+        f"{batch['size']}, {batch['text']} text: {batch['rows']} × ({batch['prompt_width']} + "
+        f"{batch['response_width']}), {format_size(batch['raw_bytes'])} of tensors, "
+        f"{100 * batch['tokens'] / cells:.0f} % of the cells are tokens",
+        f"  {'':32}{'ours':>12}{'verl':>12}{'ratio':>12}" + (f"{'goal':>10}" if judged else ""),
+    ]
+    for measure in MEASURES:
+        ratio = batch["ratios"][measure.name]
+        ours, upstream = (_show(batch[side][measure.name], measure.unit) for side in ("ours", "upstream"))
+        line = f"  {measure.title:32}{ours:>12}{upstream:>12}{measure.show(ratio):>12}"
+        if judged:
+            line += f"{measure.show_goal():>10}  {'ok' if measure.met(ratio) else 'missed'}"
+        lines.append(line)
+    return lines
+
+
+def _lock_lines(lock: dict[str, Any]) -> list[str]:
+    lines = [
+        f"in the background, size {lock['size']}, zipf text, while the main thread …",
+        f"  {'':32}{'sleeps':>12}{'runs Python':>12}   main thread meanwhile",
+    ]
+    for part in ("dump", "load"):
+        sleeping, busy = lock["sleeping"][part], lock["busy"][part]
+        lines.append(
+            f"  {part:32}{_show(sleeping['seconds'], 'seconds'):>12}{_show(busy['seconds'], 'seconds'):>12}"
+            f"   at {100 * busy['pace']:.0f} % of its pace, longest stall {_show(busy['stall_seconds'], 'seconds')}"
+        )
+    return lines
+
+
+def _growth_lines(growth: list[dict[str, Any]]) -> list[str]:
+    titles = {
+        "keys_seconds": "keys()",
+        "contains_seconds": "key in store",
+        "commit_seconds": "commit of a tiny batch",
+        "counting_commit_seconds": "first commit with max_disk",
+    }
+    lines = [f"  {'entries in the folder':32}" + "".join(f"{row['entries']:>12,}" for row in growth)]
+    for name, title in titles.items():
+        lines.append(f"  {title:32}" + "".join(f"{_show(row[name], 'seconds'):>12}" for row in growth))
+    return ["how the cost grows (medians)", *lines]
+
+
+def _show(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_size(value)
+    if value >= 0.1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def machine(folder: Path) -> dict[str, Any]:
+    """Where this was measured."""
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "cpu": _first_value("/proc/cpuinfo", "model name"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": int(_first_value("/proc/meminfo", "MemTotal").split()[0]) * 1024,
+        "file_system": _file_system(folder),
+        "huge_pages": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _first_value(path: str, field: str) -> str:
+    for line in Path(path).read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return "unknown"
+
+
+def _file_system(folder: Path) -> str:
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    over = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
+    return max(over)[1] if over else "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

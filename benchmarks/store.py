@@ -1,0 +1,144 @@
+"""The store against verl's own ``DataProto.save_to_disk`` and ``load_from_disk``: ``make bench``.
+
+Both get the same batches in the same run, each measurement in a fresh process, in turn (ours, upstream, ours …), and
+the best of several counts: noise only ever adds. Prints tables and writes everything to a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.batches import SIZES, BatchSize, make_batch, save_raw
+
+logger = logging.getLogger("benchmarks")
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "store.json"
+TEXTS = ("zipf", "uniform")
+ENTRIES = (10, 1_000, 10_000)
+
+
+def main() -> None:
+    arguments = _arguments()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="rollout-skip-bench-", dir=arguments.folder) as name:
+        folder = Path(name)
+        machine = report.machine(folder)
+        batches = [
+            _compare(folder, SIZES[size], text, arguments.repeats if text == TEXTS[0] else 1)
+            for size in arguments.sizes
+            for text in arguments.texts
+        ]
+        lock = _interpreter_lock(folder, SIZES[arguments.sizes[-1]], arguments.repeats)
+        growth = [_growth(folder, entries) for entries in ENTRIES]
+    result = {
+        "machine": machine,
+        "repeats": arguments.repeats,
+        "seconds": round(time.perf_counter() - started, 1),
+        "batches": batches,
+        "goals": report.goals(batches),
+        "interpreter_lock": lock,
+        "growth": growth,
+    }
+    print(report.text(result))
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"\nwritten to {arguments.output}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="size S only, once; no file without --output")
+    parser.add_argument("--repeats", type=int, help="of each measurement; the best counts (3, uniform text once)")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="S M")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS, help="zipf uniform")
+    parser.add_argument("--folder", type=Path, help="where the dumps go meanwhile; the folder for temporary files")
+    parser.add_argument("--output", type=Path, help=f"the JSON file ({RESULTS.relative_to(HERE.parent)})")
+    arguments = parser.parse_args()
+    if arguments.output is None and not arguments.quick:
+        arguments.output = RESULTS
+    arguments.repeats = arguments.repeats or (1 if arguments.quick else 3)
+    arguments.sizes = arguments.sizes or (["S"] if arguments.quick else ["S", "M"])
+    return arguments
+
+
+def _compare(folder: Path, size: BatchSize, text: str, repeats: int) -> dict[str, Any]:
+    name = f"{size.name} {text}"
+    logger.info("%s: making the batch", name)
+    raw = folder / "raw"
+    output, inputs = make_batch(size, text)
+    save_raw(raw, output, inputs)
+    described = {
+        "size": size.name,
+        "text": text,
+        "rows": size.rows,
+        "prompt_width": size.prompt_width,
+        "response_width": size.response_width,
+        "raw_bytes": sum(tensor.nbytes for tensor in output.batch.values()),
+        "tokens": int(output.batch["attention_mask"].sum()),
+    }
+    del output, inputs
+    os.sync()  # or the measured dumps would wait for these files
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for repeat in range(repeats):
+        for probe in ("ours_dump", "upstream_dump", "ours_load", "upstream_load", "ours_blocked"):
+            arguments: dict[str, Any] = {"folder": str(folder), "raw": str(raw)}
+            if probe.endswith("_load"):
+                arguments["compare"] = repeat == 0
+            samples.setdefault(probe, []).append(_run(probe, arguments, f"{name}, {repeat + 1} of {repeats}"))
+    (folder / "batch.pkl").unlink()
+    shutil.rmtree(folder / "store")
+    shutil.rmtree(raw)
+    return report.summary(described, samples)
+
+
+def _interpreter_lock(folder: Path, size: BatchSize, repeats: int) -> dict[str, Any]:
+    raw = folder / "raw"
+    save_raw(raw, *make_batch(size))
+    os.sync()
+    samples: dict[str, list[dict[str, Any]]] = {"sleeping": [], "busy": []}
+    for repeat in range(repeats):
+        for name, results in samples.items():
+            arguments = {"folder": str(folder), "raw": str(raw), "busy": name == "busy"}
+            results.append(_run("interpreter_lock", arguments, f"main thread {name}, {repeat + 1} of {repeats}"))
+    shutil.rmtree(folder / "store")
+    shutil.rmtree(raw)
+    best = {
+        name: {part: min((sample[part] for sample in results), key=lambda part: part["seconds"]) for part in results[0]}
+        for name, results in samples.items()
+    }
+    return {"size": size.name, **best, "samples": samples}
+
+
+def _growth(folder: Path, entries: int) -> dict[str, Any]:
+    result = {"entries": entries, **_run("growth", {"folder": str(folder), "entries": entries}, f"{entries} entries")}
+    shutil.rmtree(folder / "store")
+    return result
+
+
+def _run(probe: str, arguments: dict[str, Any], label: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.probes", probe, json.dumps(arguments)]
+    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{label}: {probe} failed\n{done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    seconds = result.get("seconds")
+    logger.info("%s: %s%s", label, probe.replace("_", " "), "" if seconds is None else f" {seconds:.3f} s")
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Real surroundings for the integration tests: other processes, small and read-only disks, an S3 server.
+
+Nothing here is a mock. Where a machine does not allow mounting, the disks fall back to other real refusals (a limit on
+file sizes, another user) rather than to skipping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Report = Callable[[str], None]
+
+
+class Forked:
+    """A child of this process that runs a function, can be killed at any moment, and reports line by line."""
+
+    def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._reports, sender = os.pipe()
+        self._text = b""
+        self._status: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._be_the_child(sender, work, arguments)
+        os.close(sender)
+
+    def wait_for(self, line: str) -> None:
+        """Return when the child has reported this line."""
+        while f"{line}\n".encode() not in self._text:
+            piece = os.read(self._reports, 1 << 16)
+            assert piece, f"the child ended before it reported {line!r}: {self._text.decode()}"
+            self._text += piece
+
+    def kill(self) -> list[str]:
+        """SIGKILL, and everything that the child had reported by then."""
+        os.kill(self.pid, signal.SIGKILL)
+        return self.lines()
+
+    def lines(self) -> list[str]:
+        """Everything that the child reports until it ends."""
+        if self._reports >= 0:
+            while piece := os.read(self._reports, 1 << 16):
+                self._text += piece
+            os.close(self._reports)
+            self._reports = -1
+        if self._status is None:
+            self._status = os.waitpid(self.pid, 0)[1]
+        return self._text.decode().splitlines()
+
+    @property
+    def exit_code(self) -> int:
+        """As ``subprocess`` has it: negative if a signal ended the child."""
+        self.lines()
+        assert self._status is not None
+        return os.waitstatus_to_exitcode(self._status)
+
+    def end(self) -> None:
+        if self._status is None:
+            self.kill()
+
+    def _be_the_child(self, sender: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        code = 1
+        try:
+            os.close(self._reports)
+            work(lambda line: os.write(sender, f"{line}\n".encode()), *arguments)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+@pytest.fixture
+def fork() -> Iterator[Callable[..., Forked]]:
+    """Start ``work(report, *arguments)`` in a forked process; torch and verl need not be imported again."""
+    children: list[Forked] = []
+
+    def start(work: Callable[..., None], *arguments: Any) -> Forked:
+        children.append(Forked(work, *arguments))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.end()
+
+
+@pytest.fixture
+def python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a script in an interpreter of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(script: str, *arguments: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+class Disk:
+    """A file system of its own, or what comes nearest to it where nothing can be mounted."""
+
+    def __init__(self, path: Path, size: int, mounted: bool) -> None:
+        self.path = path
+        self.size = size
+        self.mounted = mounted
+        self._ballast = path / "ballast"
+
+    def leave_free(self, size: int) -> None:
+        """Fill the disk until only so many bytes are free."""
+        self._ballast.unlink(missing_ok=True)
+        with self._ballast.open("wb") as file:
+            file.write(bytes(max(self.free() - size, 0)))
+
+    def make_room(self) -> None:
+        self._ballast.unlink(missing_ok=True)
+
+    def free(self) -> int:
+        if self.mounted:
+            found = os.statvfs(self.path)
+            return found.f_bavail * found.f_frsize
+        return self.size - sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Disk]]:
+    """A tmpfs of so many bytes; where mounting is refused, a folder in which writing more than that fails."""
+    mounted: list[Path] = []
+
+    def make(size: int, options: str = "") -> Disk:
+        path = tmp_path / f"disk{len(mounted)}"
+        path.mkdir()
+        if _mount("-t", "tmpfs", "-o", f"size={size}{options}", "tmpfs", str(path)):
+            mounted.append(path)
+            return Disk(path, size, mounted=True)
+        disk = Disk(path, size, mounted=False)
+        _refuse_more_than(disk, monkeypatch)
+        return disk
+
+    yield make
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+def read_only() -> Iterator[Callable[[Path], bool]]:
+    """Make a folder read-only with a mount, which stops root too; False where that is refused."""
+    mounted: list[Path] = []
+
+    def make(path: Path) -> bool:
+        if not _mount("--bind", str(path), str(path)):
+            return False
+        mounted.append(path)
+        return _mount("-o", "remount,ro,bind", str(path))
+
+    yield make
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of an S3 server: moto, as a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/moto-api/", timeout=5):
+                break
+            assert server.poll() is None, "the S3 server ended"
+            assert time.monotonic() < deadline, "the S3 server did not come up"
+            time.sleep(0.05)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+@pytest.fixture(scope="session")
+def s3_options(s3_server: str) -> dict[str, Any]:
+    """``storage_options`` for that server."""
+    return {
+        "key": "test",
+        "secret": "test",
+        "endpoint_url": s3_server,
+        "client_kwargs": {"region_name": "eu-west-1"},
+    }
+
+
+def _mount(*arguments: str) -> bool:
+    try:
+        return subprocess.run(["mount", *arguments], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_more_than(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    from verl_rollout_skip.store.storage import Staged
+
+    write = Staged._pass_on
+
+    def write_if_it_fits(staged: Staged, data: Any) -> int:
+        if len(data) > disk.free():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(staged, data)
+
+    monkeypatch.setattr(Staged, "_pass_on", write_if_it_fits)

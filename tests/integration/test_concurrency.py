@@ -1,0 +1,359 @@
+"""Many processes and threads with one run folder at the same time: every entry is whole, and one writer wins."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from verl import DataProto
+
+from tests.batches import assert_same_batch, rollout_output
+from tests.integration.conftest import Forked, Report
+from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip.errors import EntryExistsError, EntryNotFoundError
+from verl_rollout_skip.store import codec, commit
+from verl_rollout_skip.store.local import LocalStorage
+
+PROCESSES = 8
+K = RolloutKey(1)
+
+
+def rollout(seed: int) -> DataProto:
+    batch = rollout_output(rows=4, seed=seed)
+    batch.meta_info["seed"] = seed
+    return batch
+
+
+def check(batch: DataProto) -> int:
+    """Which rollout it is; it must be that one bit for bit."""
+    seed = batch.meta_info["seed"]
+    assert_same_batch(rollout(seed), batch)
+    return seed
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Hidden files that nobody needs: all but a record that is the only one of the Parquet file beside it."""
+    found = []
+    for path in sorted(path for path in folder.rglob(".*") if path.is_file()):
+        data = path.with_name(f"{path.name.split('.')[1]}.parquet")
+        digest = xxhash.xxh3_128(data.read_bytes()).hexdigest() if data.exists() else None
+        if not path.name.endswith(".json") or json.loads(path.read_text())["digest"] != digest:
+            found.append(path)
+    return found
+
+
+def all_at_once(
+    fork: Callable[..., Forked], folder: Path, work: Callable[[RolloutStore, int], Any], processes: int = PROCESSES
+) -> list[Any]:
+    """Run ``work(store, number)`` in so many processes that begin at the same moment; what each one returns."""
+    begin = time.time() + 0.5
+
+    def child(report: Report, number: int) -> None:
+        store = RolloutStore(folder, background=number % 2 == 1)
+        time.sleep(max(begin - time.time(), 0))
+        result = work(store, number)
+        store.close()
+        report(json.dumps(result))
+
+    children = [fork(child, number) for number in range(processes)]
+    results = []
+    for one in children:
+        lines = one.lines()
+        assert one.exit_code == 0
+        results.append(json.loads(lines[-1]))
+    return results
+
+
+def check_everything(folder: Path) -> RolloutStore:
+    """Every entry verifies, and nothing is left behind once the records that replacing writers keep are pruned."""
+    store = RolloutStore(folder, background=False)
+    for key in store:
+        assert store.verify(key).key == key
+        assert store.record(key).info == {"seed": check(store.get(key))}
+    assert not list(folder.rglob(".tmp-*")), "a writer that ended in good order left something behind"
+    store.prune(older_than_s=0)
+    assert leftovers(folder) == []
+    for key in store:
+        assert store.record(key).info == {"seed": check(store.get(key))}
+    return store
+
+
+def put_and_wait(store: RolloutStore, key: RolloutKey, seed: int, replace: bool = False) -> bool:
+    """Whether this rollout was accepted; in the background the refusal comes with the flush."""
+    try:
+        store.put(key, rollout(seed), info={"seed": seed}, replace=replace)
+        store.flush()
+    except EntryExistsError:
+        return False
+    except Exception as error:
+        failures = getattr(error, "failures", ())
+        if not failures or not all(isinstance(failure, EntryExistsError) for _, failure in failures):
+            raise
+        return False
+    return True
+
+
+def test_eight_processes_record_the_same_rollouts_and_none_is_an_error(
+    tmp_path: Path, fork: Callable[..., Forked]
+) -> None:
+    """As data-parallel drivers do that were started twice."""
+
+    def work(store: RolloutStore, number: int) -> list[bool]:
+        return [put_and_wait(store, RolloutKey(step), seed=step) for step in range(6)]
+
+    assert all_at_once(fork, tmp_path, work) == [[True] * 6] * PROCESSES
+    store = check_everything(tmp_path)
+    assert store.keys() == [RolloutKey(step) for step in range(6)]
+
+
+def test_eight_processes_record_different_rollouts_and_exactly_one_wins_each_key(
+    tmp_path: Path, fork: Callable[..., Forked]
+) -> None:
+    def work(store: RolloutStore, number: int) -> list[bool]:
+        return [put_and_wait(store, RolloutKey(step), seed=100 * step + number) for step in range(6)]
+
+    results = all_at_once(fork, tmp_path, work)
+    store = check_everything(tmp_path)
+    for step in range(6):
+        winners = [number for number in range(PROCESSES) if results[number][step]]
+        assert len(winners) == 1, f"step {step} was won by {winners}"
+        assert check(store.get(RolloutKey(step))) == 100 * step + winners[0]
+
+
+def test_eight_processes_record_keys_of_their_own(tmp_path: Path, fork: Callable[..., Forked]) -> None:
+    def work(store: RolloutStore, number: int) -> None:
+        for step in range(5):
+            assert put_and_wait(store, RolloutKey(step, number), seed=10 * step + number)
+            assert RolloutKey(step, number) in store
+
+    all_at_once(fork, tmp_path, work)
+    store = check_everything(tmp_path)
+    assert len(store) == 5 * PROCESSES
+
+
+def test_readers_see_whole_entries_while_others_write_and_replace(tmp_path: Path, fork: Callable[..., Forked]) -> None:
+    """Two writers of new keys, three that replace the same keys over and over, three readers that never rest."""
+    shared = [RolloutKey(0, gen_batch) for gen_batch in range(3)]
+    with RolloutStore(tmp_path) as store:
+        for key in shared:
+            store.put(key, rollout(0), info={"seed": 0})
+
+    def work(store: RolloutStore, number: int) -> int:
+        end = time.time() + 4
+        chance = random.Random(number)
+        done = 0
+        while time.time() < end:
+            done += 1
+            if number < 2:
+                assert put_and_wait(store, RolloutKey(done, number), seed=done % 5)
+            elif number < 5:
+                assert put_and_wait(store, chance.choice(shared), seed=10 * number + done % 5, replace=True)
+            else:
+                for key in [*shared, *store.keys()[-4:]]:
+                    assert key in store, "an entry that is being replaced was gone for a moment"
+                    check(store.get(key))
+                    assert store.record(key).rows == 4
+        return done
+
+    counts = all_at_once(fork, tmp_path, work)
+    assert min(counts) >= 5, counts
+    store = check_everything(tmp_path)
+    assert set(shared) <= set(store)
+    assert len(store) == 3 + sum(counts[:2])
+
+
+def test_eight_processes_replace_one_entry(tmp_path: Path, fork: Callable[..., Forked]) -> None:
+    with RolloutStore(tmp_path) as store:
+        store.put(K, rollout(99), info={"seed": 99})
+
+    def work(store: RolloutStore, number: int) -> None:
+        for turn in range(10):
+            assert put_and_wait(store, K, seed=10 * number + turn, replace=True)
+            check(store.get(K))
+
+    all_at_once(fork, tmp_path, work)
+    store = check_everything(tmp_path)
+    assert check(store.get(K)) in range(10 * PROCESSES)
+
+
+def test_processes_that_delete_and_record_the_same_key_never_break_it(
+    tmp_path: Path, fork: Callable[..., Forked]
+) -> None:
+    """Whatever the order: the key is free, or it holds a whole rollout."""
+
+    def work(store: RolloutStore, number: int) -> None:
+        for turn in range(25):
+            if number % 4 == 0:
+                try:
+                    store.delete(K)
+                except EntryNotFoundError:
+                    pass
+            else:
+                put_and_wait(store, K, seed=10 * number + turn % 10)
+            try:
+                check(store.get(K))
+            except EntryNotFoundError:
+                pass
+
+    all_at_once(fork, tmp_path, work)
+    check_everything(tmp_path)
+
+
+class MeanwhileStorage(LocalStorage):
+    """A storage in which somebody else does something just before one of our calls."""
+
+    def __init__(self, folder: Path, before: Callable[[str, str], None]) -> None:
+        super().__init__(folder)
+        self._before = before
+
+    def publish(self, staged: Any, name: str, replace: bool = False) -> None:
+        self._before("publish", name)
+        super().publish(staged, name, replace)
+
+    def rename(self, folder: str, old: str, new: str) -> None:
+        self._before("rename", new)
+        super().rename(folder, old, new)
+
+    def delete(self, folder: str, name: str) -> None:
+        self._before("delete", name)
+        super().delete(folder, name)
+
+    def read(self, folder: str, name: str, limit: int) -> bytes:
+        self._before("read", name)
+        return super().read(folder, name, limit)
+
+
+def put_through(storage: Any, seed: int, replace: bool) -> None:
+    try:
+        commit.commit(storage, K, codec.prepare(rollout(seed)), {"seed": seed}, replace)
+    except EntryExistsError:
+        assert not replace
+
+
+def delete_through(storage: Any) -> None:
+    try:
+        commit.delete(storage, K)
+    except EntryNotFoundError:
+        pass
+
+
+def replace_twice(storage: Any) -> None:
+    put_through(storage, 5, replace=True)
+    put_through(storage, 6, replace=True)
+
+
+def delete_and_put(storage: Any) -> None:
+    delete_through(storage)
+    put_through(storage, 7, replace=False)
+
+
+ACTIONS: dict[str, Callable[[Any], Any]] = {
+    "first put": lambda storage: put_through(storage, 1, replace=False),
+    "replace": lambda storage: put_through(storage, 2, replace=True),
+    "delete": delete_through,
+    "get": lambda storage: commit.load(storage, K, 1 << 40),
+}
+MEANWHILE: dict[str, Callable[[Any], Any]] = {
+    "same": lambda storage: put_through(storage, 1, replace=False),
+    "other": lambda storage: put_through(storage, 3, replace=False),
+    "replace": lambda storage: put_through(storage, 4, replace=True),
+    "replace twice": replace_twice,
+    "delete": delete_through,
+    "delete and put": delete_and_put,
+    "prune": lambda storage: RolloutStore(storage.root).prune(),
+}
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+@pytest.mark.parametrize("action", ACTIONS)
+def test_whatever_another_process_does_between_any_two_calls_the_entry_stays_whole(
+    tmp_path: Path, action: str, meanwhile: str
+) -> None:
+    """Every interleaving of one action with another that happens at one of its calls to the storage."""
+    number = 0
+    while True:
+        number += 1
+        folder = tmp_path / str(number)
+        if action != "first put":
+            put_through(LocalStorage(folder), 0, replace=False)
+        calls = 0
+
+        def interfere(call: str, name: str, folder: Path = folder, number: int = number) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                MEANWHILE[meanwhile](LocalStorage(folder))
+
+        try:
+            ACTIONS[action](MeanwhileStorage(folder, interfere))
+        except EntryNotFoundError:
+            assert action == "get"
+            assert "delete" in meanwhile
+        store = RolloutStore(folder, background=False)
+        for _ in range(2):
+            if K in store:
+                assert store.record(K).info == {"seed": check(store.get(K))}
+            else:
+                assert "delete" in (action, *meanwhile.split()), "the entry is gone"
+            store.prune(older_than_s=0)
+        assert leftovers(folder) == []
+        if calls < number:
+            break
+    assert number > 2
+
+
+def test_eight_threads_share_one_store(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+    with RolloutStore(tmp_path, background=True) as store:
+        barrier = threading.Barrier(8)
+
+        def work(number: int) -> None:
+            try:
+                barrier.wait()
+                for step in range(6):
+                    own = RolloutKey(step, number)
+                    store.put(own, rollout(number), info={"seed": number})
+                    store.put(RolloutKey(step, 100), rollout(step), info={"seed": step})
+                    store.prefetch(own)
+                    assert check(store.get(own)) == number
+                    assert check(store.get(RolloutKey(step, 100))) == step
+                    assert store.record(own).info == {"seed": number}
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert len(check_everything(tmp_path)) == 6 * 9
+
+
+def test_eight_threads_with_stores_of_their_own_race_for_one_key(tmp_path: Path) -> None:
+    for turn in range(5):
+        key = RolloutKey(turn)
+        won: list[int] = []
+        barrier = threading.Barrier(8)
+
+        def work(number: int, key: RolloutKey = key, won: list[int] = won, barrier: Any = barrier) -> None:
+            store = RolloutStore(tmp_path, background=False)
+            barrier.wait()
+            if put_and_wait(store, key, seed=number):
+                won.append(number)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert check(RolloutStore(tmp_path).get(key)) == won[0]
+    check_everything(tmp_path)

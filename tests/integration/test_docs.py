@@ -1,0 +1,35 @@
+"""The examples in README.md and docs/ run as they stand, and print what the documents say they print.
+
+A document's Python blocks run one after another in one namespace, in an empty folder. A ``text`` block that follows a
+Python block directly is its output; hexadecimal names in it may differ.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```$)?", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_examples_run_and_print_what_the_document_says(document, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    text = document.read_text(encoding="utf-8")
+    namespace: dict = {"__name__": "example"}
+    for block in BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start("code"))
+        capsys.readouterr()
+        exec(compile("\n" * line + block["code"], document, "exec"), namespace)
+        if block["output"] is not None:
+            assert _comparable(capsys.readouterr().out) == _comparable(block["output"]), f"{document.name}:{line}"
+
+
+def _comparable(output: str) -> str:
+    lines = [re.sub(r"\b[0-9a-f]{6,}\b", "<hex>", line.rstrip()) for line in output.splitlines()]
+    return "\n".join(lines).strip()

@@ -1,0 +1,226 @@
+"""Keys, file names and records: what identifies a rollout, and what cannot be mistaken for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.batches import rollout_output
+from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip.errors import CorruptEntryError, NewerFormatError
+from verl_rollout_skip.store import local, names
+from verl_rollout_skip.store.entry import EntryRecord, parse_record, record_bytes
+
+KEYS = st.builds(RolloutKey, st.integers(0, 10**9), st.integers(0, 10**6))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def test_keys_are_ordered_by_step_and_then_by_generation_batch() -> None:
+    keys = [RolloutKey(2), RolloutKey(10), RolloutKey(1, 11), RolloutKey(1, 2), RolloutKey(1)]
+    assert sorted(keys) == [RolloutKey(1), RolloutKey(1, 2), RolloutKey(1, 11), RolloutKey(2), RolloutKey(10)]
+
+
+def test_a_key_says_what_it_means() -> None:
+    assert str(RolloutKey(7)) == "step 7, generation batch 0"
+    assert RolloutKey(7) == RolloutKey(7, 0)
+    assert len({RolloutKey(7), RolloutKey(7, 0), RolloutKey(7, 1)}) == 2
+    assert pickle.loads(pickle.dumps(RolloutKey(7, 1))) == RolloutKey(7, 1)
+
+
+@pytest.mark.parametrize("number", [np.int64(3), np.int32(3), np.uint8(3)])
+def test_a_step_counted_by_numpy_makes_the_same_key(number: np.integer) -> None:
+    key = RolloutKey(number, number)
+    assert key == RolloutKey(3, 3)
+    assert type(key.step) is int
+    assert hash(key) == hash(RolloutKey(3, 3))
+
+
+@pytest.mark.parametrize("value", [-1, True, False])
+def test_a_step_that_is_no_count_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"RolloutKey\.step must be an integer of 0 or more"):
+        RolloutKey(value)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"RolloutKey\.gen_batch must be an integer of 0 or more"):
+        RolloutKey(0, value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["1", 1.0, None, "../1", [1]])
+def test_a_step_that_is_no_integer_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="must be an integer"):
+        RolloutKey(value)  # type: ignore[arg-type]
+
+
+@given(KEYS)
+def test_names_lead_back_to_their_key(key: RolloutKey) -> None:
+    assert names.parse_folder(names.folder_name(key)) == key.step
+    assert names.parse_data(names.data_name(key)) == key.gen_batch
+    pending = f"{names.pending_prefix(key, '0123456789abcdef' * 2)}abc123.json"
+    assert names.parse_pending(pending) == key.gen_batch
+    for name in (names.folder_name(key), names.data_name(key), names.record_name(key), pending):
+        assert "/" not in name
+        assert name not in (".", "..")
+
+
+@given(st.text(max_size=40) | st.from_regex(r"\A(step|gen)_[\d.]{1,9}(\.parquet|\.json)?\Z"))
+def test_no_other_name_is_taken_for_one_of_ours(name: str) -> None:
+    step, gen_batch = names.parse_folder(name), names.parse_data(name)
+    assert step is None or names.folder_name(RolloutKey(step)) == name
+    assert gen_batch is None or names.data_name(RolloutKey(0, gen_batch)) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step_1", "step_0000001", "step_-00001", "step_00000١", "step_000001\n", "step_000001/", "Step_000001", "..", ""],
+)
+def test_a_folder_with_nearly_the_right_name_is_none(name: str) -> None:
+    assert names.parse_folder(name) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["gen_1.parquet", "gen_0001.parquet", "gen_00٠.parquet", "gen_000.parquet\n", ".gen_000.parquet", "gen_000"]
+)
+def test_a_file_with_nearly_the_right_name_is_none(name: str) -> None:
+    assert names.parse_data(name) is None
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> EntryRecord:
+    store = RolloutStore(tmp_path_factory.mktemp("run"), background=False)
+    store.put(RolloutKey(3, 1), rollout_output(8, seed=1), info={"generated_s": 1.5, "λ": ["ü", None]})
+    return store.record(RolloutKey(3, 1))
+
+
+def test_a_record_tells_what_was_recorded(record: EntryRecord) -> None:
+    batch = rollout_output(8, seed=1)
+    assert record.key == RolloutKey(3, 1)
+    assert record.rows == 8
+    assert record.response_tokens == int(batch.batch["response_mask"].sum())
+    assert record.prompt_tokens == int(batch.batch["attention_mask"].sum()) - record.response_tokens
+    assert record.mean_response_length == record.response_tokens / 8
+    assert record.mean_score == pytest.approx(float(batch.batch["rm_scores"].sum(-1).mean()))
+    assert record.info == {"generated_s": 1.5, "λ": ["ü", None]}
+    assert record.encode_s > 0
+    assert record.written_by.startswith("verl-rollout-skip ")
+
+
+def test_a_record_is_json_for_people(record: EntryRecord) -> None:
+    fields = json.loads(record_bytes(record))
+    assert fields["key"] == {"step": 3, "gen_batch": 1}
+    assert fields["format_version"] == 1
+    assert record_bytes(record).count(b"\n") > 10
+
+
+def test_a_record_comes_back_as_it_was(record: EntryRecord) -> None:
+    assert parse_record(record_bytes(record), record.key) == record
+
+
+@settings(max_examples=60)
+@given(key=KEYS, info=st.dictionaries(st.text(), JSON, max_size=4))
+def test_any_record_comes_back_as_it_was(record: EntryRecord, key: RolloutKey, info: dict[str, object]) -> None:
+    written = replace(record, key=key, info=info)
+    assert parse_record(record_bytes(written), key) == written
+
+
+def test_any_changed_byte_of_a_record_is_noticed(record: EntryRecord) -> None:
+    """Every single byte, changed to a few others: digits, quotes, white space, the checksum itself."""
+    whole = record_bytes(record)
+    chance = random.Random(1)
+    for index in range(len(whole)):
+        for byte in {whole[index] ^ 1, whole[index] ^ 0x20, ord("0"), ord(" "), chance.randrange(256)} - {whole[index]}:
+            with pytest.raises(CorruptEntryError):
+                parse_record(whole[:index] + bytes([byte]) + whole[index + 1 :], record.key)
+
+
+@pytest.mark.parametrize(
+    "change", [b"", b"\n", b" ", b"{}"], ids=["cut", "one more line", "one more space", "one more object"]
+)
+def test_a_record_with_more_or_less_at_its_end_is_refused(record: EntryRecord, change: bytes) -> None:
+    whole = record_bytes(record)
+    with pytest.raises(CorruptEntryError):
+        parse_record(whole + change if change else whole[:-1], record.key)
+
+
+def test_the_record_of_another_key_says_that_it_was_moved(record: EntryRecord) -> None:
+    with pytest.raises(CorruptEntryError, match="record of step 3, generation batch 1: the file was moved or renamed"):
+        parse_record(record_bytes(record), RolloutKey(3, 2))
+
+
+def test_a_record_of_a_later_version_asks_for_an_upgrade(record: EntryRecord) -> None:
+    later = record_bytes(record).replace(b'"format_version": 1', b'"format_version": 2')
+    with pytest.raises(NewerFormatError, match="format version 2"):
+        parse_record(later, record.key)
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"3", b'"x"', b"{}", b"{", b"\xff", b'{"format_version": 1}'])
+def test_what_is_no_record_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptEntryError):
+        parse_record(data, RolloutKey(1))
+
+
+def test_the_temporary_file_of_a_process_that_is_gone_is_a_leftover() -> None:
+    """The name is made by a process of its own that has ended by the time we look."""
+    script = (
+        "import os, tempfile\n"
+        "from verl_rollout_skip.store.local import LocalStorage\n"
+        "staged = LocalStorage(tempfile.mkdtemp()).stage('step_000001')\n"
+        "print(staged.temporary)\n"
+    )
+    name = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    assert local.is_own_leftover(name) is True
+
+
+def test_the_temporary_file_of_a_process_that_lives_is_no_leftover(tmp_path: Path) -> None:
+    with local.LocalStorage(tmp_path).stage("step_000001") as staged:
+        (name,) = os.listdir(tmp_path / "step_000001")
+        assert names.parse_data(name) is None
+        assert local.is_own_leftover(name) is False
+        assert staged.size == 0
+    assert os.listdir(tmp_path / "step_000001") == [], "what was not published is discarded"
+
+
+def be_on(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: machine)
+    getattr(local._host, "cache_clear", lambda: None)()
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ("ip-10-0-1-23", "ip-10-0-12-3"),
+        ("node-1-1", "node-11"),
+        ("worker", "worker.local"),
+        ("a-very-long-name-of-a-machine-in-a-cluster-0001", "a-very-long-name-of-a-machine-in-a-cluster-0002"),
+        ("nöde", "nde"),
+    ],
+)
+def test_the_temporary_file_of_another_machine_is_never_taken_for_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, there: str
+) -> None:
+    """On a shared file system the process that writes it is alive on a machine where we cannot look."""
+    be_on(there, monkeypatch)
+    with local.LocalStorage(tmp_path).stage("step_000001"):
+        (name,) = os.listdir(tmp_path / "step_000001")
+    name = name.replace(f"-{os.getpid()}-", "-999999999-")
+    be_on(here, monkeypatch)
+    assert local.is_own_leftover(name) is None
+    monkeypatch.undo()
+    getattr(local._host, "cache_clear", lambda: None)()
+
+
+@pytest.mark.parametrize("name", [".tmp-", ".tmp-x", ".tmp-host-pid-token", ".tmp-host--1-token", ".tmp-a-1-2-3-4", ""])
+def test_a_temporary_file_that_nobody_made_is_unknown(name: str) -> None:
+    assert local.is_own_leftover(name) is None
