@@ -468,29 +468,28 @@ def test_a_record_of_a_hundred_megabytes_is_not_read(padded: Forger, fork: Calla
     assert set(outcomes.values()) == {"CorruptEntryError"}
 
 
-def test_a_sparse_file_of_a_terabyte_is_not_read(padded: Forger, fork: Callable[..., Forked]) -> None:
+@pytest.mark.parametrize("forged", [False, True], ids=["grown by accident", "with a record that agrees"])
+def test_a_sparse_file_of_a_terabyte_is_not_read(padded: Forger, fork: Callable[..., Forked], forged: bool) -> None:
+    """Loading, recording, pruning and removing meet the same file, and none of them reads it."""
     with padded.data_file.open("ab") as file:
         file.truncate(1 << 40)
+    if forged:
+        padded.record_file.write_bytes(record_bytes(replace(padded.record, bytes=1 << 40)))
     outcomes = load_in_a_fence(fork, padded)
-    assert refused(outcomes)
-    padded.commit(padded.data)
-    with padded.data_file.open("ab") as file:
-        file.truncate(1 << 40)
-    padded.record_file.write_bytes(record_bytes(replace(padded.record, bytes=1 << 40)))
-    outcomes = load_in_a_fence(fork, padded)
-    assert outcomes["get"] == "EntryTooLargeError"
+    assert outcomes["get"] == ("EntryTooLargeError" if forged else "CorruptEntryError")
 
     def work(report: Report) -> None:
-        """Recording, pruning and setting aside meet the same file."""
         fence(30)
         before = forget_peak()
         store = RolloutStore(padded.store.path, background=False)
-        pending = padded.data_file.with_name(".gen_000." + "0" * 32 + ".abcdef.json")
-        pending.write_bytes(b"{}")
+        padded.data_file.with_name(f".gen_000.{'0' * 32}.abcdef.json").write_bytes(b"{}")
         store.prune(older_than_s=0)
         with pytest.raises(StoreError):
             store.put(K, rollout_output(4))
-        store.set_aside(K)
+        if forged:
+            store.delete(K)
+        else:
+            store.set_aside(K)
         store.put(K, rollout_output(4))
         report(str(memory("VmHWM") - before))
 

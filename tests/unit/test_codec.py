@@ -374,6 +374,11 @@ def test_a_dataproto_whose_names_clash_is_not_read_as_a_tensordict(proto: DataPr
         put_together(codec.Reader(dump(proto), 1 << 30).output(), BatchKind.TENSORDICT)
 
 
+def test_non_tensors_without_rows_cannot_be_read_as_a_tensordict() -> None:
+    with pytest.raises(UnsupportedBatchError, match="0 rows"):
+        put_together(codec.Reader(dump(rollout_output(0)), 1 << 30).output(), BatchKind.TENSORDICT)
+
+
 def test_a_tensordict_is_not_turned_into_a_dataproto() -> None:
     with pytest.raises(UnsupportedBatchError, match="recorded as a TensorDict"):
         put_together(take_apart(TensorDict({"a": torch.ones(2)}, batch_size=[2])), BatchKind.DATAPROTO)

@@ -33,7 +33,6 @@ settings.register_profile(
 settings.load_profile("codec")
 
 FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn"]
-INTEGERS = ["int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"]
 NUMPY_CODES = ["?", "b", "B", "<i2", ">i4", "<i8", "<u8", "<f2", ">f4", "<f8", "<c8", ">c16", "<M8[ns]", "<m8[25s]"]
 
 sizes = st.integers(0, 5)

@@ -273,7 +273,10 @@ def _extra_columns(prepared: Prepared) -> list[tuple[pa.Field, Any]]:
         (pa.field("skip__prompt_length", pa.int32()), lengths[0]),
         (pa.field("skip__response_length", pa.int32()), lengths[1]),
         (pa.field("skip__score", pa.float64()), "score"),
-        (pa.field("skip__prompt_digest", pa.string()), _row_digests(given or output)),
+        (
+            pa.field("skip__prompt_digest", pa.string()),
+            _row_digests(output, only_prompts=True) if given is None else _row_digests(given),
+        ),
     ]
     if given is not None and given.spans is not None:
         extras.append((pa.field("skip__input_length", pa.int32()), given.spans.prompt_lengths))
@@ -319,15 +322,10 @@ def prompt_digests(inputs: Any) -> list[str] | None:
     return _row_digests(part)
 
 
-def _row_digests(part: Part) -> list[str] | None:
-    """One digest a row over everything that was put into the rollout step, uid aside.
-
-    Without inputs, over the prompts of the output; None if there are none either.
-    """
-    numbers = [column for column in part.numbers if not isinstance(column.form, Rows)]
-    objects = [column for column in part.objects if column.path[-1] != "uid"]
-    if "responses" in {column.path[-1] for column in part.numbers}:
-        numbers, objects = [column for column in numbers if column.path == ("prompts",)], []
+def _row_digests(part: Part, only_prompts: bool = False) -> list[str] | None:
+    """One digest a row over everything in a part, uid aside, or over its prompts; None if there is nothing to digest."""
+    numbers = [column for column in part.numbers if not only_prompts or column.path == ("prompts",)]
+    objects = [column for column in part.objects if column.path[-1] != "uid" and not only_prompts]
     if not numbers and not objects:
         return None
     digests = []

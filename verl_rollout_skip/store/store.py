@@ -209,6 +209,10 @@ class RolloutStore:
         """Return when everything that was put is committed; raises ``DumpError`` for what failed."""
         self._writer.flush()
 
+    def raise_failures(self) -> None:
+        """Raise ``DumpError`` for dumps that have failed in the background and were not reported yet; does not wait."""
+        self._writer.raise_failures()
+
     def close(self) -> None:
         """``flush``, and end the background thread. Reading goes on working; ``put`` does not."""
         self._prefetcher.drop()
