@@ -269,13 +269,14 @@ def _extra_columns(prepared: Prepared) -> list[tuple[pa.Field, Any]]:
     """The columns for people and SQL, and those that the spans are read from."""
     output, given = prepared.output, prepared.input
     lengths = _token_lengths(output) or (None, None)
+    digests = _row_digests(output, only_prompts=True) if given is None else _row_digests(given)
     extras = [
         (pa.field("skip__prompt_length", pa.int32()), lengths[0]),
         (pa.field("skip__response_length", pa.int32()), lengths[1]),
         (pa.field("skip__score", pa.float64()), "score"),
         (
             pa.field("skip__prompt_digest", pa.string()),
-            _row_digests(output, only_prompts=True) if given is None else _row_digests(given),
+            digests,
         ),
     ]
     if given is not None and given.spans is not None:
@@ -323,7 +324,7 @@ def prompt_digests(inputs: Any) -> list[str] | None:
 
 
 def _row_digests(part: Part, only_prompts: bool = False) -> list[str] | None:
-    """One digest a row over everything in a part, uid aside, or over its prompts; None if there is nothing to digest."""
+    """One digest a row over everything in a part, uid aside, or over its prompts; None if there is nothing of it."""
     numbers = [column for column in part.numbers if not only_prompts or column.path == ("prompts",)]
     objects = [column for column in part.objects if column.path[-1] != "uid" and not only_prompts]
     if not numbers and not objects:
