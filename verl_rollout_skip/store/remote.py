@@ -64,10 +64,7 @@ class RemoteStorage:
         return bytes(self._fs.cat_file(self._path(folder, name)))
 
     def info(self, folder: str, name: str) -> FileInfo | None:
-        try:
-            return _file_info(self._fs.info(self._path(folder, name), refresh=True))
-        except FileNotFoundError:
-            return None
+        return self._find(self._path(folder, name))
 
     def rename(self, folder: str, old: str, new: str) -> None:
         data = self._fs.cat_file(self._path(folder, old))
@@ -98,9 +95,15 @@ class RemoteStorage:
         if not self._has_buckets:
             self._fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
         # Not every server of the S3 kind heeds the condition of a put.
-        if mode == "create" and self._fs.exists(path, refresh=True):
+        if mode == "create" and self._find(path) is not None:
             raise FileExistsError(path)
         self._fs.pipe_file(path, data, mode=mode)
+
+    def _find(self, path: str) -> FileInfo | None:
+        try:
+            return _file_info(self._fs.info(path, refresh=True))
+        except FileNotFoundError:
+            return None
 
     def _list(self, path: str) -> list[dict[str, Any]]:
         try:
