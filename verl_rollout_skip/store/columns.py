@@ -210,10 +210,11 @@ def _derived(column: Numbers, spans: Spans | None, parts: dict[str, Numbers]) ->
         return Concat(element, bits.shape[1:])
     if spans is None or not isinstance(bits, np.ndarray) or bits.ndim != 2:
         return None
-    if name in ("attention_mask", "response_mask"):
-        window = "full" if name == "attention_mask" else "response"
-        if bits.dtype.kind in "biu" and bits.shape[1] == spans.width(window) and proves(mask_rows, window, spans, bits):
-            return Mask(element, bits.shape[1:], window)
+    if name == "attention_mask":
+        return Mask(element, bits.shape[1:], "full")  # proved when the spans were found in it
+    if name == "response_mask" and bits.dtype.kind in "biu" and bits.shape[1] == spans.response_width:
+        if proves(mask_rows, "response", spans, bits):
+            return Mask(element, bits.shape[1:], "response")
     if name == "position_ids" and bits.shape[1] == spans.width("full") and bits.dtype in (np.int64, np.int32):
         for rule in ("counted", "continued"):
             if proves(position_rows, rule, spans, bits):
