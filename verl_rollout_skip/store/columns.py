@@ -212,9 +212,8 @@ def _derived(column: Numbers, spans: Spans | None, parts: dict[str, Numbers]) ->
         return None
     if name == "attention_mask":
         return Mask(element, bits.shape[1:], "full")  # proved when the spans were found in it
-    if name == "response_mask" and bits.dtype.kind in "biu" and bits.shape[1] == spans.response_width:
-        if proves(mask_rows, "response", spans, bits):
-            return Mask(element, bits.shape[1:], "response")
+    if name == "response_mask" and bits.dtype.kind in "biu" and bits.shape[1:] == (spans.response_width,):
+        return Mask(element, bits.shape[1:], "response") if proves(mask_rows, "response", spans, bits) else None
     if name == "position_ids" and bits.shape[1] == spans.width("full") and bits.dtype in (np.int64, np.int32):
         for rule in ("counted", "continued"):
             if proves(position_rows, rule, spans, bits):
