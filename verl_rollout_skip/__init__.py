@@ -8,12 +8,23 @@ from typing import TYPE_CHECKING, Any
 from verl_rollout_skip._version import __version__
 
 if TYPE_CHECKING:
+    from verl_rollout_skip.config import SkipConfig
     from verl_rollout_skip.key import RolloutKey
+    from verl_rollout_skip.manifest import Manifest
+    from verl_rollout_skip.modes import Mode
+    from verl_rollout_skip.rollout import RolloutSkip
     from verl_rollout_skip.store.store import RolloutStore
 
-__all__ = ["RolloutKey", "RolloutStore", "__version__"]
+__all__ = ["Manifest", "Mode", "RolloutKey", "RolloutSkip", "RolloutStore", "SkipConfig", "__version__"]
 
-_HOMES = {"RolloutKey": "verl_rollout_skip.key", "RolloutStore": "verl_rollout_skip.store.store"}
+_HOMES = {
+    "Manifest": "verl_rollout_skip.manifest",
+    "Mode": "verl_rollout_skip.modes",
+    "RolloutKey": "verl_rollout_skip.key",
+    "RolloutSkip": "verl_rollout_skip.rollout",
+    "RolloutStore": "verl_rollout_skip.store.store",
+    "SkipConfig": "verl_rollout_skip.config",
+}
 
 
 def __getattr__(name: str) -> Any:

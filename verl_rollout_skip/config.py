@@ -24,8 +24,11 @@ OLD_SWITCH = "actor_rollout_ref.rollout.skip_rollout"
 OLD_FOLDER = "actor_rollout_ref.rollout.skip_dump_dir"
 # verl's own skip, by version: 0.9.1 (V0, V1, fully async) and 0.8.0. In 0.6.1 and 0.7.1 it has our two old keys.
 _UPSTREAM = ("skip.rollout", "skip.rollout_tq", "skip.async_rollout", "actor_rollout_ref.rollout.skip")
+_EQUIVALENTS = {"dump_dir": "dump_dir", "action": "mode", "steps": "steps", "max_dump_step": "max_dump_steps"}
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
-_RAY_SESSION = re.compile(r"session_(latest|\d{4}-\d{2}-\d{2}_.*)")
+_RAY_SESSION = re.compile(r"session_(latest|\d{4}-\d{2}-\d{2}_\d{2}-\d{2}-\d{2}_\d+_\d+)")
+# What verl 0.6.1 and 0.7.1 have in their YAML for skip_dump_dir, whether it is used or not.
+_UPSTREAM_FOLDER = "/tmp/rollout_dump"
 
 
 @dataclass(frozen=True)
@@ -127,16 +130,17 @@ class SkipConfig:
 def run_name(config: DictConfig | Mapping[str, Any]) -> str:
     """The name of the run folder, which users know from verl."""
     tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-    parts = {key: str(OmegaConf.select(tree, f"trainer.{key}")) for key in ("experiment_name", "project_name")}
-    for key, value in parts.items():
+    parts = {key: OmegaConf.select(tree, f"trainer.{key}") for key in ("experiment_name", "project_name")}
+    for key, given in parts.items():
+        value = "" if given is None else str(given)
         if not value or not value.isprintable() or {"/", "\\"} & set(value) or value.startswith("."):
             raise ConfigError(
-                f"trainer.{key} is {value!r}, which cannot be part of a folder name: it must be printable, without "
+                f"trainer.{key} is {given!r}, which cannot be part of a folder name: it must be printable, without "
                 "slashes and not begin with a dot, so that the dumps stay inside dump_dir."
             )
-    train_gbs = OmegaConf.select(tree, "data.train_batch_size")
+    train_gbs = _needed_number(tree, "data.train_batch_size")
     gen_gbs = OmegaConf.select(tree, "data.gen_batch_size") or train_gbs
-    samples = OmegaConf.select(tree, "actor_rollout_ref.rollout.n")
+    samples = _needed_number(tree, "actor_rollout_ref.rollout.n")
     name = f"{parts['experiment_name']}_{parts['project_name']}_TrainGBS{train_gbs}__InferGBS{gen_gbs}__N{samples}"
     if len(name.encode()) > 255:
         raise ConfigError(
@@ -144,6 +148,13 @@ def run_name(config: DictConfig | Mapping[str, Any]) -> str:
             f"trainer.experiment_name or trainer.project_name. It would be {name!r}."
         )
     return name
+
+
+def _needed_number(config: DictConfig, key: str) -> int:
+    value = OmegaConf.select(config, key)
+    if not isinstance(value, int):
+        raise ConfigError(f"{key} is {value!r}; it must be a number, because the run folder is named by it.")
+    return value
 
 
 def take_out_skip_keys(config: DictConfig) -> None:
@@ -192,10 +203,14 @@ def _merge_old_keys(block: dict[str, Any], config: DictConfig) -> dict[str, Any]
     switch, folder = OmegaConf.select(config, OLD_SWITCH), OmegaConf.select(config, OLD_FOLDER)
     if switch is not None and not isinstance(switch, bool):
         raise ConfigError(f"{OLD_SWITCH} is {switch!r}; it is either True (mode cache) or False.")
+    if folder == _UPSTREAM_FOLDER and (not switch or block.get("dump_dir") is not None):
+        folder = None  # verl's default, not a wish
     merged = dict(block)
+    # A block that comes with a recipe has mode off until someone turns it on.
+    defaults: dict[str, tuple[Any, ...]] = {"mode": (None, False, "off"), "dump_dir": (None,)}
     for old, key, value in ((OLD_SWITCH, "mode", "cache" if switch else None), (OLD_FOLDER, "dump_dir", folder)):
         given = block.get(key)
-        if value is not None and given not in (None, value):
+        if value is not None and given not in (*defaults[key], value):
             raise ConfigError(
                 f"{old} means {BLOCK}.{key}={value!r}, and {BLOCK}.{key} is {given!r}. Give only one of the two."
             )
@@ -206,12 +221,14 @@ def _merge_old_keys(block: dict[str, Any], config: DictConfig) -> dict[str, Any]
 
 def _refuse_upstream(config: DictConfig) -> None:
     for key in _UPSTREAM:
-        if OmegaConf.select(config, f"{key}.enable"):
-            raise ConfigError(
-                f"{key}.enable is True: verl's own skip would hide rollouts from this one. Turn it off; "
-                f"{key}.dump_dir is {BLOCK}.dump_dir here, {key}.action is {BLOCK}.mode (cache, repeat, repeat_last) "
-                f"and {key}.steps is {BLOCK}.steps."
-            )
+        block = OmegaConf.select(config, key)
+        if not isinstance(block, DictConfig) or not block.get("enable"):
+            continue
+        equivalents = [f"{key}.{name} is {BLOCK}.{ours} here" for name, ours in _EQUIVALENTS.items() if name in block]
+        raise ConfigError(
+            f"{key}.enable is True: verl's own skip would hide rollouts from this one. Set {key}.enable=False; "
+            f"{', '.join(equivalents)}."
+        )
 
 
 def _path(value: Any, key: str) -> str | None:
@@ -219,9 +236,9 @@ def _path(value: Any, key: str) -> str | None:
         return None
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{key} is {value!r}; give an absolute path or a URL such as s3://bucket/folder.")
-    if "://" in value:
-        return value.removeprefix("file://") if value.startswith("file://") else value
-    path = os.path.expanduser(value)
+    if "://" in value and not value.startswith("file://"):
+        return value
+    path = os.path.expanduser(value.removeprefix("file://"))
     if not os.path.isabs(path):
         raise ConfigError(
             f"{key} is the relative path {value!r}. Ray runs the trainer in a folder of its own, where it would mean "
@@ -234,13 +251,13 @@ def _check_folder(path: Path, writes: bool) -> None:
     key = f"{BLOCK}.dump_dir"
     if any(_RAY_SESSION.fullmatch(part) for part in (*path.parts, *path.resolve().parts)):
         raise ConfigError(f"{key} is {str(path)!r}, inside a Ray session folder, which Ray deletes. Choose another.")
-    if not writes:
-        return
     here = path
     while not here.exists() and here != here.parent:
         here = here.parent
     if not here.is_dir():
         raise ConfigError(f"{key} is {str(path)!r}, but {str(here)!r} is a file. Choose a folder.")
+    if not writes:
+        return
     read_only = bool(os.statvfs(here).f_flag & os.ST_RDONLY)
     if read_only or not os.access(here, os.W_OK | os.X_OK):
         reason = "its file system is mounted read-only" if read_only else "this user may not write there"
@@ -265,6 +282,9 @@ def _size(value: Any, key: str) -> int | None:
     if value is None:
         return None
     try:
-        return parse_size(value, key)
+        size = parse_size(value, key)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if size == 0:
+        raise ConfigError(f"{key} is {value!r}, so nothing could be recorded; give a size, or null for no limit.")
+    return size

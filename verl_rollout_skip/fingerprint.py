@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.identity import UNREADABLE
-from verl_rollout_skip.rules import IDENTITIES, Effect, rule_for
+from verl_rollout_skip.rules import Effect, identities_for, rule_for
 from verl_rollout_skip.secrets import mask
 
 logger = logging.getLogger(__name__)
@@ -49,12 +51,9 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
     training: Flat = {}
     for key, value in flatten(plain(config)):
         effect = rule_for(key).effect
-        if value is None or effect is Effect.NEITHER:
-            continue  # a setting that is null and one that is not there mean the same to verl
-        if effect is Effect.TRAINING:
-            training[key] = value
-        else:
-            rollout.update(_identities(key, value))
+        if value is None or value == {} or effect is Effect.NEITHER:
+            continue  # a setting that is null, an empty block and one that is not there mean the same to verl
+        (training if effect is Effect.TRAINING else rollout).update(_identities(key, value))
     if training.get("algorithm.adv_estimator") == "remax":
         rollout[BASELINE] = True
     rollout, training = mask(rollout), mask(training)
@@ -65,9 +64,12 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
 
 
 def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration as plain Python."""
-    container = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
-    return json.loads(json.dumps(container, default=str))
+    """A resolved configuration as plain Python that every JSON reader takes: infinities and NaN become words."""
+    try:
+        container = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"The configuration cannot be resolved: {error}") from error
+    return json.loads(json.dumps(container, default=str), parse_constant=str)
 
 
 def flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -85,23 +87,35 @@ def difference(recorded: Flat, current: Flat, without_reward: bool = False) -> l
     for key in sorted({*recorded, *current}):
         if without_reward and rule_for(_base(key)).part == "reward":
             continue
-        old, new = recorded.get(key, ABSENT), current.get(key, ABSENT)
-        if old != new or (type(old) is not type(new) and not _is_number(old, new)):
-            lines.append(f"{key}: {_show(old)} → {_show(new)}")
+        old, new = (_show(flat[key]) if key in flat else ABSENT for flat in (recorded, current))
+        if key not in recorded or key not in current or _canonical(recorded[key]) != _canonical(current[key]):
+            lines.append(f"{key}: {old} → {new}")
     return lines
 
 
 def flat_hash(flat: Flat) -> str:
-    """The same on every machine and for every order of the keys."""
-    return hashlib.sha256(json.dumps(flat, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+    """The same on every machine, for every order of the keys, and for 1 and 1.0, which are the same setting."""
+    return hashlib.sha256(_canonical(flat).encode()).hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(_whole_numbers(value), sort_keys=True, ensure_ascii=True)
+
+
+def _whole_numbers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _identities(key: str, value: Any) -> Flat:
-    if key not in IDENTITIES:
+    if not identities_for(key):
         return {key: value}
     names = value if isinstance(value, list) else [value]
     found: Flat = {}
-    for part, identify in IDENTITIES[key].items():
+    for part, identify in identities_for(key).items():
         identities = [identify(str(name)) for name in names]
         found[f"{key}#{part}" if part else key] = identities if isinstance(value, list) else identities[0]
     return found
@@ -109,10 +123,6 @@ def _identities(key: str, value: Any) -> Flat:
 
 def _base(key: str) -> str:
     return key.split("#", 1)[0]
-
-
-def _is_number(old: Any, new: Any) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in (old, new))
 
 
 def _show(value: Any) -> str:

@@ -8,6 +8,7 @@ both together.
 from __future__ import annotations
 
 import json
+import logging
 import secrets as tokens
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from verl_rollout_skip.layout import gpu_layout, host, versions
 from verl_rollout_skip.secrets import mask
 from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.store.storage import HERE, Storage
+
+logger = logging.getLogger(__name__)
 
 MANIFEST_VERSION = 1
 NAME = "manifest.json"
@@ -95,14 +98,18 @@ class Recording:
 
 
 def write_manifest(storage: Storage, manifest: Manifest) -> Manifest:
-    """Write a manifest unless one is there; returns the one that is there then."""
+    """Write a manifest unless one is there; returns the one that is there then, which must be of the same rollouts."""
     fields = {key: value for key, value in vars(manifest).items() if key not in ("recordings", "path")}
     try:
         _publish(storage, HERE, NAME, _render({"format_version": MANIFEST_VERSION, **fields}), replace=False)
     except FileExistsError:
         pass  # another process was first, or an earlier one of this run
     found = read_manifest(storage)
-    assert found is not None
+    if found is None or found.config_hash != manifest.config_hash:
+        raise ManifestError(
+            f"{storage.where(HERE, NAME)} belongs to rollouts made with other settings, or was deleted by someone else "
+            "while this training started. Nothing is written beside it: use another dump_dir, or move that folder away."
+        )
     return found
 
 
@@ -136,7 +143,10 @@ def _recordings(storage: Storage) -> list[dict[str, Any]]:
     found = []
     for name in sorted(storage.names(_RECORDINGS)):
         if name.endswith(".json") and not name.startswith("."):
-            found.append(_parse(storage.read(_RECORDINGS, name, _MAX_BYTES), storage.where(_RECORDINGS, name)))
+            try:
+                found.append(_parse(storage.read(_RECORDINGS, name, _MAX_BYTES), storage.where(_RECORDINGS, name)))
+            except ManifestError as error:
+                logger.warning("left out, the rollouts themselves do not depend on it: %s", error)
     return found
 
 
@@ -163,11 +173,12 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     if isinstance(fields.get("format_version"), int) and fields["format_version"] > MANIFEST_VERSION:
         return fields  # a later version may have another checksum; the caller refuses it
     checksum = fields.pop("checksum", None)
-    if _render(fields) != data or not checksum:
+    if checksum is None:
+        raise ManifestError(f"{where} was not written by this package, or was edited: it has no checksum.")
+    if _render(fields) != data:
         raise ManifestError(
             f"{where} was edited or damaged: its checksum is wrong, so it cannot be trusted to say what the rollouts "
-            "beside it were made from. Restore it from a copy; to use the rollouts all the same, copy its folder and "
-            "record anew."
+            "beside it were made from. Restore it from a copy, or move its folder away and record anew."
         )
     return fields
 

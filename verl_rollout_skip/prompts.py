@@ -1,55 +1,134 @@
-"""Whether a recorded rollout belongs to the current prompts, and if not, what differs."""
+"""Whether a recorded rollout belongs to the current input of a rollout step, and if not, what differs.
+
+The uids are never compared: they are made anew in each run. They only group the rows, so a recorded batch gets the
+current ones.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
+
+from tensordict import TensorDict
 
 from verl_rollout_skip.store import codec
 from verl_rollout_skip.store.batch import Batch, take_apart
 from verl_rollout_skip.store.store import LoadedEntry
 
 UID = "uid"
+SAMPLING = "sampling"
+"""Where the settings of a rollout step are in the ``info`` of an entry's record."""
+
 _SHOWN_LETTERS = 300
+_SHOWN_KEYS = 4
+# What meta_info says about the run rather than about how to sample. Anything else counts: REMAX, for example, asks for
+# its greedy baseline with do_sample=False.
+_NOT_SAMPLING = {"global_steps", "validate", "timing"}
 
 
-@dataclass(frozen=True)
-class PromptMismatch:
-    """How the current prompts differ from the recorded ones, for people."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
+def meta_of(inputs: Any) -> dict[str, Any]:
+    """What belongs to an input as a whole: ``meta_info`` of a DataProto, the single values of a TensorDict."""
+    if isinstance(inputs, TensorDict):
+        return {".".join(path): value for path, value in take_apart(inputs).meta.items()}
+    return dict(getattr(inputs, "meta_info", None) or {})
 
 
-def compare_prompts(entry: LoadedEntry, inputs: Any) -> PromptMismatch | None:
-    """Compare the current input of a rollout step with the recorded one, row by row; None if they are the same.
+def sampling_of(inputs: Any) -> dict[str, str]:
+    """How an input asks to be sampled, in words that can be stored and compared."""
+    return {str(key): repr(value) for key, value in sorted(meta_of(inputs).items()) if key not in _NOT_SAMPLING}
 
-    Everything that was put into the step counts (prompts, answers, data source …), the uids do not.
+
+def snapshot(inputs: Any) -> Any:
+    """The input as it is now; whoever generates may add and remove columns of the one that he is given."""
+    if isinstance(inputs, TensorDict):
+        return inputs.clone(recurse=False)
+    kept = copy.copy(inputs)
+    kept.batch = None if inputs.batch is None else inputs.batch.clone(recurse=False)
+    kept.non_tensor_batch = dict(inputs.non_tensor_batch)
+    kept.meta_info = dict(inputs.meta_info)
+    return kept
+
+
+def why_not_same(entry: LoadedEntry, inputs: Any) -> str | None:
+    """How the current input of a rollout step differs from the recorded one, row by row; None if it does not.
+
+    Everything that was put into the step counts: prompts, answers, data source …, and how they were to be sampled.
     """
     recorded, current = entry.prompt_digests(), codec.prompt_digests(inputs)
     if recorded is None or current is None:
         which = "recorded" if recorded is None else "current"
-        return PromptMismatch(f"the {which} rollout has no prompts to compare")
-    if recorded == current:
-        return None
+        return f"the {which} rollout step has no prompts to compare."
     if len(recorded) != len(current):
-        return PromptMismatch(f"{len(recorded)} rows are recorded and the current batch has {len(current)}")
+        return f"{len(recorded)} rows are recorded and the current batch has {len(current)}."
+    if recorded == current:
+        return _sampling_difference(entry, inputs)
     rows = [row for row, (old, new) in enumerate(zip(recorded, current, strict=True)) if old != new]
     text = f"{len(rows)} of {len(current)} rows differ"
     if Counter(recorded) == Counter(current):
         text += "; they are the same prompts in another order (another data.seed, sampler or shuffle?)"
-    return PromptMismatch(f"{text}. The first is row {rows[0]}:\n{_row_difference(entry, inputs, rows[0])}")
+    return f"{text}. The first is row {rows[0]}:\n{_row_difference(entry, inputs, rows[0])}"
 
 
-def adopt_uids(batch: Any, inputs: Any) -> None:
-    """Put the current uids into a recorded batch that has uids: they are made anew in each run and group the rows."""
-    recorded, current = getattr(batch, "non_tensor_batch", None), getattr(inputs, "non_tensor_batch", None)
-    if recorded is not None and current is not None and UID in current and UID in recorded:
-        recorded[UID] = current[UID]
+def why_no_replacement(entry: LoadedEntry, recorded: Any, inputs: Any) -> str | None:
+    """Why the recorded input cannot take the place of the current one whole; None if it can."""
+    if recorded is None:
+        return "it was recorded without its input."
+    if len(recorded) != len(inputs):
+        return (
+            f"{len(recorded)} rows are recorded and the current batch has {len(inputs)}. Use the batch sizes of the "
+            "recording."
+        )
+    missing = sorted(set(_keys(inputs)) - set(_keys(recorded)) - {UID})
+    if missing:
+        return f"the current batch has columns that are not recorded: {', '.join(missing)}."
+    if _groups(recorded) not in (None, _groups(inputs)):
+        return "its rows belong to prompts in another way (another rollout.n?), so today's uids do not fit it."
+    return _sampling_difference(entry, inputs)
+
+
+def adopt_uids(batch: Any, inputs: Any, add: bool = False) -> None:
+    """Put the current uids into a recorded batch that has uids, or into any if ``add``."""
+    current = _uids(inputs)
+    if current is None or not (add or _uids(batch) is not None):
+        return
+    if isinstance(batch, TensorDict):
+        batch.set(UID, current)
+    else:
+        batch.non_tensor_batch[UID] = current
+
+
+def _uids(batch: Any) -> Any:
+    return batch.get(UID, None) if isinstance(batch, TensorDict) else batch.non_tensor_batch.get(UID)
+
+
+def _groups(batch: Any) -> list[int] | None:
+    """For each row the first row with its uid; None without uids."""
+    uids = _uids(batch)
+    if uids is None:
+        return None
+    first: dict[str, int] = {}
+    return [first.setdefault(str(uid), row) for row, uid in enumerate(uids.tolist())]
+
+
+def _keys(batch: Any) -> list[str]:
+    taken = take_apart(batch)
+    return [".".join(path) for path in (*taken.arrays, *taken.tensors)]
+
+
+def _sampling_difference(entry: LoadedEntry, inputs: Any) -> str | None:
+    recorded = entry.record.info.get(SAMPLING)
+    if not isinstance(recorded, Mapping):
+        recorded = sampling_of(entry.inputs())
+    current = sampling_of(inputs)
+    lines = [
+        f"  meta_info[{key!r}]: recorded {recorded.get(key, 'not there')}, current {current.get(key, 'not there')}"
+        for key in sorted({*recorded, *current})
+        if recorded.get(key) != current.get(key)
+    ]
+    return "the prompts are the same, but are to be sampled otherwise:\n" + "\n".join(lines) if lines else None
 
 
 def _row_difference(entry: LoadedEntry, inputs: Any, row: int) -> str:
@@ -58,20 +137,32 @@ def _row_difference(entry: LoadedEntry, inputs: Any, row: int) -> str:
     for key in sorted({*recorded, *current} - {UID}, key=lambda key: (key != "raw_prompt", key)):
         old, new = recorded.get(key, "not there"), current.get(key, "not there")
         if old != new:
+            old, new = _around_difference(old, new)
             lines.append(f"  {key}: recorded {old}\n  {' ' * len(key)}  current  {new}")
-    return "\n".join(lines[:4])
+    return "\n".join(lines[:_SHOWN_KEYS]) or "  (in something that cannot be shown as text)"
 
 
 def _row(batch: Batch, row: int) -> dict[str, str]:
     """One row as readable text by key."""
-    shown = {}
-    for path, array in batch.arrays.items():
-        shown[".".join(path)] = _text(array[row])
-    for path, tensor in batch.tensors.items():
-        shown[".".join(path)] = _text(tensor[row].tolist())
-    return shown
+    shown = {".".join(path): _text(array[row]) for path, array in batch.arrays.items()}
+    return shown | {".".join(path): _text(tensor[row].tolist()) for path, tensor in batch.tensors.items()}
 
 
 def _text(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}…"
+    return json.dumps(value, ensure_ascii=False, default=_describe, skipkeys=True)
+
+
+def _describe(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else f"<{type(value).__name__}>"
+
+
+def _around_difference(old: str, new: str) -> tuple[str, str]:
+    """Both texts, cut to what can be shown, with the place where they part in it."""
+    place = next((at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), 0)
+    start = max(place - _SHOWN_LETTERS // 2, 0) if place >= _SHOWN_LETTERS else 0
+
+    def cut(text: str) -> str:
+        end = start + _SHOWN_LETTERS
+        return f"{'…' if start else ''}{text[start:end]}{'…' if len(text) > end else ''}"
+
+    return cut(old), cut(new)

@@ -2,18 +2,26 @@
 
 The first pattern that matches a key decides; ``*`` matches anything, dots included. Keys that no pattern names fall to
 the end of the list, where whatever could shape prompts, tokens or rewards is ROLLOUT: an unknown key makes a recorded
-rollout unusable rather than wrong.
+rollout unusable rather than wrong. ``python -m verl_rollout_skip.rules`` prints the list as docs/settings.md.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from verl_rollout_skip.identity import data_identity, file_identity, model_identity, tokenizer_identity
+from verl_rollout_skip.identity import (
+    code_identity,
+    data_identity,
+    file_identity,
+    model_identity,
+    module_identity,
+    tokenizer_identity,
+)
 
 
 class Effect(str, Enum):
@@ -42,6 +50,7 @@ def _rules(effect: Effect, reason: str, *patterns: str, part: str = "tokens") ->
 
 
 _R = "actor_rollout_ref.rollout"
+_ENV = "ray_kwargs.ray_init.runtime_env.env_vars"
 _NEITHER, _TRAINING, _ROLLOUT = Effect.NEITHER, Effect.TRAINING, Effect.ROLLOUT
 
 # Layout and memory of an inference engine, wherever one is configured.
@@ -49,84 +58,153 @@ _ENGINE_KNOBS = (
     *("nnodes", "n_gpus_per_node", "gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes"),
     *("free_cache_engine", "tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size"),
     *("pipeline_model_parallel_size", "max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill"),
-    *("enable_prefix_caching", "scheduling_policy", "load_format", "layered_summon", "disable_log_stats"),
-    *("multi_stage_wake_up", "skip_tokenizer_init", "disaggregation.*", "update_weights_bucket_megabytes"),
+    *("enable_prefix_caching", "scheduling_policy", "layered_summon", "disable_log_stats"),
+    *("multi_stage_wake_up", "disaggregation.*", "update_weights_bucket_megabytes"),
 )
-_POOL_KNOBS = ("nnodes", "n_gpus_per_node", "enable_resource_pool")
-# Layout, memory and speed of a training engine (FSDP, Megatron, VeOmni, TorchTitan).
+# Layout, memory and speed of a training engine (FSDP, Megatron, VeOmni, TorchTitan). What loads weights is not here.
 _TRAIN_KNOBS = (
-    *(
-        "*offload*",
-        "*reshard_after_forward*",
-        "*fsdp_size*",
-        "*forward_prefetch*",
-        "*wrap_policy*",
-        "*use_orig_params*",
-    ),
-    *("*parallel_size*", "*use_torch_compile*", "*micro_batch_size*", "*max_token_len_per_gpu*", "*use_dynamic_bsz*"),
-    *("*turbo_config*", "*checkpoint*", "*entropy_from_logits*", "*pad_to_length*", "*use_remove_padding*"),
-    *("*use_fused_kernels*", "*use_no_sync_for_gradient_accumulation*", "*enable_gradient_checkpointing*"),
-    *("*enable_activation_offload*", "*use_liger*", "*use_shm*", "*tiled_mlp*", "*fused_kernel_options*"),
-    *("*load_weight", "*nccl_timeout*", "*sequence_parallel*", "*use_dist_checkpointing*", "*dist_checkpointing_*"),
+    *("*offload*", "*reshard_after_forward*", "*fsdp_size*", "*forward_prefetch*", "*wrap_policy*"),
+    *("*use_orig_params*", "*parallel_size*", "*parallel_replicate_size*", "*parallel_shard_size*"),
+    *("*use_torch_compile*", "*micro_batch_size*", "*max_token_len_per_gpu*", "*use_dynamic_bsz*", "*turbo_config*"),
+    *("*gradient_checkpointing", "*entropy_checkpointing", "*sum_pi_squared_checkpointing", "*activation_checkpoint"),
+    *("checkpoint.save_contents", "checkpoint.async_save", "checkpoint.strict", "checkpoint.mbridge_config*"),
+    *("*entropy_from_logits*", "*pad_to_length*", "*use_remove_padding*", "*use_fused_kernels*", "*use_liger*"),
+    *("*use_no_sync_for_gradient_accumulation*", "*use_shm*", "*tiled_mlp*", "*fused_kernel_options*"),
+    *("*nccl_timeout*", "*sequence_parallel*", "*dynamic_context_parallel", "*override_transformer_config.recompute_*"),
 )
+_OLD_AND_NEW_REWARD_MODEL = ("reward.reward_model", "reward_model")
 
 RULES: list[Rule] = [
+    # What verl hands on as it is, to code that it does not know: nothing below may except a part of it.
+    *_rules(
+        _ROLLOUT,
+        "handed on as it is to the engine, the dataset or the model",
+        *(f"{_R}.engine_kwargs.*", f"{_R}.agent.*_kwargs.*", "data.custom_cls.*", "data.*kwargs", "data.*kwargs.*"),
+        *("actor_rollout_ref.model.override_config.*", "distillation.*.engine_kwargs.*"),
+    ),
+    *_rules(
+        _ROLLOUT,
+        "handed on as it is to the reward function or the reward model",
+        *("reward.*kwargs", "reward.*kwargs.*", "reward_model.*kwargs", "reward_model.*kwargs.*"),
+        part="reward",
+    ),
     *_rules(_NEITHER, "names a class of verl, not a setting", "_target_", "*._target_"),
     *_rules(_NEITHER, "this package, and the skip that it replaces", "rollout_skip.*", "skip.*", f"{_R}.skip.*"),
     *_rules(_NEITHER, "settings of this package by their old names", f"{_R}.skip_rollout", f"{_R}.skip_dump_dir"),
-    *_rules(_NEITHER, "profiling and tracing", "*.profiler.*", "global_profiler.*", f"{_R}.trace.*"),
+    *_rules(
+        _NEITHER,
+        "profiling and tracing",
+        *("actor_rollout_ref.*.profiler.*", "critic.profiler.*", "reward_model.profiler.*", "global_profiler.*"),
+        f"{_R}.trace.*",
+    ),
     *_rules(_NEITHER, "monitoring", f"{_R}.prometheus.*", f"{_R}.moe_load_balance_metrics_interval"),
+    # Variables for the workers: an engine or a reward function may read those that are not known to be harmless.
+    *_rules(
+        _NEITHER,
+        "an environment variable of logging, credentials or transport",
+        *(
+            f"{_ENV}.{name}"
+            for name in ("*LOGGING*", "*_LOG_*", "*_API_KEY", "HF_TOKEN", "AWS_*", "*_PROXY", "*_proxy")
+        ),
+        *(f"{_ENV}.{name}" for name in ("NCCL_*", "TORCH_NCCL_*", "HCCL_*", "GLOO_*", "UCX_*", "RAY_*", "CUDA_*")),
+        *(f"{_ENV}.{name}" for name in ("WANDB_*", "SWANLAB_*", "MLFLOW_*", "PYTORCH_*ALLOC_CONF", "OMP_NUM_THREADS")),
+        *(f"{_ENV}.{name}" for name in ("PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM", "HYDRA_FULL_ERROR")),
+    ),
+    *_rules(_ROLLOUT, "an environment variable that engine or reward function may read", f"{_ENV}.*"),
     *_rules(_NEITHER, "how Ray and the transport are started", "ray_kwargs.*", "ray_init.*", "transfer_queue.*"),
-    *_rules(_NEITHER, "how many processes do the work", "*num_workers", "data.filter_overlong_prompts_workers"),
+    *_rules(
+        _NEITHER,
+        "how many processes do the work",
+        *("data.dataloader_num_workers", "data.filter_overlong_prompts_workers", f"{_R}.agent.num_workers"),
+        *("reward.num_workers", "reward_model.num_workers"),
+    ),
     *_rules(_NEITHER, "validation is never recorded", "data.val_*", "data.validation_*", f"{_R}.val_kwargs.*"),
     *_rules(_NEITHER, "a copy of the same files in memory", "data.use_shm"),
     *_rules(_NEITHER, "layout and memory of the rollout engine", *(f"{_R}.{knob}" for knob in _ENGINE_KNOBS)),
-    *_rules(_NEITHER, "batch sizes of the log-prob pass of the trainer", f"{_R}.log_prob_*"),
+    *_rules(
+        _NEITHER,
+        "batch sizes of the log-prob pass of the trainer",
+        *(f"{_R}.log_prob_micro_batch_size*", f"{_R}.log_prob_use_dynamic_bsz", f"{_R}.log_prob_max_token_len_per_gpu"),
+    ),
     *_rules(_NEITHER, "how weights travel, where servers run", f"{_R}.checkpoint_engine.*", f"{_R}.router_config_path"),
     *_rules(_NEITHER, "own classes that move weights", f"{_R}.checkpoint_manager_class"),
     *_rules(
         _NEITHER,
-        "layout and memory of the reward model's engine",
-        *(f"{root}.rollout.{knob}" for root in ("reward.reward_model", "reward_model") for knob in _ENGINE_KNOBS),
-        *(
-            f"{root}.{knob}"
-            for root in ("reward.reward_model", "reward_model")
-            for knob in ("nnodes", "n_gpus_per_node")
-        ),
-        *(f"{root}.enable_resource_pool" for root in ("reward.reward_model", "reward_model")),
+        "layout and memory of the reward model",
+        *(f"{root}.rollout.{knob}" for root in _OLD_AND_NEW_REWARD_MODEL for knob in _ENGINE_KNOBS),
+        *(f"{root}.{knob}" for root in _OLD_AND_NEW_REWARD_MODEL for knob in ("nnodes", "n_gpus_per_node")),
         *("reward_model.micro_batch_size*", "reward_model.model.fsdp_config.*", "reward_model.strategy"),
         *("reward_model.forward_max_token_len_per_gpu", "reward_model.use_dynamic_bsz"),
-        "reward_model.ulysses_sequence_parallel_size",
+        *("reward_model.ulysses_sequence_parallel_size", "reward_model.model.use_shm"),
+        *("reward_model.model.use_remove_padding", "reward_model.model.use_fused_kernels", "reward_model.nccl_timeout"),
+        *(f"reward_model.megatron.{knob}" for knob in ("*parallel_size", "sequence_parallel", "*offload")),
+        "reward_model.megatron.override_transformer_config.recompute_*",
         part="reward",
     ),
     *_rules(
-        _NEITHER,
-        "where a sandbox runs and how many calls it takes",
-        "*sandbox_fusion.url",
-        "*sandbox_fusion.max_concurrent",
+        _ROLLOUT,
+        "whether scores are part of the rollout or made after it",
+        *(f"{root}.enable_resource_pool" for root in _OLD_AND_NEW_REWARD_MODEL),
+        part="reward",
     ),
+    *_rules(_NEITHER, "how many calls the sandbox takes at once", "*sandbox_fusion.max_concurrent", part="reward"),
+    *_rules(_ROLLOUT, "whether a sandbox runs the code (not where it is)", "*sandbox_fusion.url", part="reward"),
     *_rules(
         _NEITHER,
         "layout and memory of the teacher's engine",
         *(f"distillation.teacher_models.*.inference.{knob}" for knob in _ENGINE_KNOBS),
         *("distillation.n_gpus_per_node", "distillation.nnodes", "distillation.teacher_models.*.num_replicas"),
     ),
-    *_rules(_TRAINING, "how the teacher's answers are learned from", "distillation.distillation_loss.*coef"),
     *_rules(
         _TRAINING,
         "how the teacher's answers are learned from",
-        *(f"distillation.distillation_loss.{key}" for key in ("*clamp", "use_*", "policy_loss_mode", "clip_ratio*")),
+        *(
+            f"distillation.distillation_loss.{key}"
+            for key in ("*coef", "*clamp", "use_*", "policy_loss_mode", "clip_ratio*")
+        ),
     ),
-    # The trainer's own block.
+    # The trainer's own block; what is not named here falls to the last rule.
     *_rules(_ROLLOUT, "V0 and V1 trainers record batches of another shape", "trainer.use_v1"),
     *_rules(_ROLLOUT, "which weights generate which trajectory, and which trajectories are kept", "trainer.v1.*"),
     *_rules(_TRAINING, "length of the schedule", "trainer.total_epochs", "trainer.total_training_steps"),
     *_rules(_TRAINING, "when the actor starts to learn", "trainer.critic_warmup"),
     *_rules(_TRAINING, "the weights the training starts from", "trainer.resume_from_path"),
-    *_rules(_NEITHER, "layout, logging and checkpoints of the trainer", "trainer.*"),
+    *_rules(_TRAINING, "which rows make up a mini-batch", "trainer.balance_batch"),
+    *_rules(_TRAINING, "which training engine", "trainer.use_legacy_worker_impl"),
+    *_rules(
+        _NEITHER,
+        "names of the run: they are part of the folder's name",
+        *("trainer.project_name", "trainer.experiment_name"),
+    ),
+    *_rules(
+        _NEITHER,
+        "layout of the trainer",
+        *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.ray_wait_register_center_timeout"),
+    ),
+    *_rules(
+        _NEITHER,
+        "logging and validation",
+        *("trainer.logger", "trainer.log_*", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
+        *("trainer.val_before_train", "trainer.val_only", "trainer.test_freq"),
+    ),
+    *_rules(
+        _NEITHER,
+        "checkpoints of the same training",
+        *("trainer.save_freq", "trainer.esi_redundant_time", "trainer.resume_mode", "trainer.default_hdfs_dir"),
+        *("trainer.checkpoint_callback_class", "trainer.del_local_ckpt_after_load", "trainer.default_local_dir"),
+        *("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"),
+    ),
     # Learning.
     *_rules(_ROLLOUT, "dynamic sampling decides which prompts are generated", "algorithm.filter_groups.*"),
     *_rules(_TRAINING, "advantage and loss (REMAX, which adds rollouts, is compared apart)", "algorithm.*"),
+    *_rules(
+        _ROLLOUT,
+        "the weights that the first rollout is generated with",
+        *(
+            f"actor_rollout_ref.actor.{key}"
+            for key in ("*dist_checkpointing*", "*load_checkpoint_path", "*load_weight")
+        ),
+    ),
     *_rules(
         _NEITHER, "layout, memory and speed of the actor", *(f"actor_rollout_ref.actor.{knob}" for knob in _TRAIN_KNOBS)
     ),
@@ -137,7 +215,7 @@ RULES: list[Rule] = [
         *(f"actor_rollout_ref.ref.{knob}" for knob in _TRAIN_KNOBS),
     ),
     *_rules(_NEITHER, "batch sizes of the reference's log-prob pass", "actor_rollout_ref.ref.log_prob_*"),
-    *_rules(_TRAINING, "the reference enters the loss", "actor_rollout_ref.ref.*"),
+    *_rules(_TRAINING, "the reference enters the loss", "actor_rollout_ref.ref", "actor_rollout_ref.ref.*"),
     *_rules(_NEITHER, "layout and memory of the critic", *(f"critic.{knob}" for knob in _TRAIN_KNOBS)),
     *_rules(_TRAINING, "how the critic learns", "critic.*"),
     *_rules(_TRAINING, "which training engine", "model_engine", "actor_rollout_ref.hybrid_engine"),
@@ -145,8 +223,17 @@ RULES: list[Rule] = [
     *_rules(
         _NEITHER,
         "memory and speed of the model in training",
-        *(f"actor_rollout_ref.model.{knob}" for knob in _TRAIN_KNOBS),
-        *("actor_rollout_ref.model.use_shm", "actor_rollout_ref.model.trust_remote_code"),
+        *(
+            f"actor_rollout_ref.model.{knob}"
+            for knob in (
+                "enable_gradient_checkpointing",
+                "enable_activation_offload",
+                "use_remove_padding",
+                "use_liger",
+            )
+        ),
+        *(f"actor_rollout_ref.model.{knob}" for knob in ("use_fused_kernels", "fused_kernel_options.*", "tiled_mlp.*")),
+        "actor_rollout_ref.model.use_shm",
     ),
     *_rules(_TRAINING, "how adapters are trained", "actor_rollout_ref.model.lora.dropout*"),
     # What is left shapes prompts, tokens or rewards, known or not.
@@ -181,32 +268,102 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", ".*"), re.DOTALL)
 
 
+@functools.lru_cache(maxsize=4096)
+def identities_for(key: str) -> dict[str, Callable[[str], str]]:
+    """How the content behind a setting is identified; empty if its value is what counts."""
+    for pattern, identities in IDENTITIES.items():
+        if _compiled(pattern).fullmatch(key):
+            return identities
+    return {}
+
+
+def rules_as_markdown() -> str:
+    """The list for people, as docs/settings.md has it."""
+    meanings = "\n".join(f"- **{effect.value}**: {_MEANINGS[effect]}" for effect in Effect)
+    lines = [_INTRODUCTION.format(meanings=meanings), "| setting | effect | why |", "|---|---|---|"]
+    for (effect, reason), rules in itertools.groupby(RULES, lambda rule: (rule.effect, rule.reason)):
+        patterns = ", ".join(f"`{rule.pattern}`" for rule in rules)
+        lines.append(f"| {patterns} | {effect.value} | {reason} |")
+    lines += ["", _CONTENT, "| setting | what counts |", "|---|---|"]
+    for pattern, identities in IDENTITIES.items():
+        kinds = ", ".join((identify.__doc__ or "").split(".")[0] for identify in identities.values())
+        lines.append(f"| `{pattern}` | {kinds} |")
+    return "\n".join(lines) + "\n"
+
+
+_MEANINGS = {
+    Effect.ROLLOUT: "the tokens or the stored rewards depend on it. Recorded rollouts are not used after a change.",
+    Effect.TRAINING: "only what is learned from the rollouts depends on it. They are used, and the change is reported.",
+    Effect.NEITHER: "where and how fast things run, or what is logged. No difference.",
+}
+_INTRODUCTION = """# What each setting means for recorded rollouts
+
+<!-- Made by `python -m verl_rollout_skip.rules > docs/settings.md`; edit verl_rollout_skip/rules.py instead. -->
+
+The first line whose pattern matches a setting decides; `*` stands for anything, dots included.
+
+{meanings}
+
+The estimator `remax` generates a greedy answer beside the sampled ones, so a change from or to it is a change of the
+rollout, although `algorithm.adv_estimator` is otherwise a matter of the training.
+"""
+_CONTENT = """## Settings that name files
+
+Of these the content counts, not the path: the same files under another path are the same, and changed files under the
+same path are not.
+"""
+
+
+def _whether_set(value: str) -> str:
+    """whether it is set"""
+    return "set"
+
+
 # Settings that name files: what counts is what is in them, not where they are. Several names under one key are digested
 # as several identities.
 IDENTITIES: dict[str, dict[str, Callable[[str], str]]] = {
     "actor_rollout_ref.model.path": {"": model_identity, "tokenizer": tokenizer_identity},
     "actor_rollout_ref.model.hf_config_path": {"": model_identity},
     "actor_rollout_ref.model.tokenizer_path": {"": tokenizer_identity},
+    "actor_rollout_ref.model.external_lib": {"": module_identity},
     "actor_rollout_ref.model.lora_adapter_path": {"": model_identity},
     "actor_rollout_ref.model.lora.adapter_path": {"": model_identity},
     "data.tokenizer": {"": tokenizer_identity},
     "data.train_files": {"": data_identity},
-    "data.custom_cls.path": {"": file_identity},
-    "data.sampler.class_path": {"": file_identity},
+    "data.custom_cls.path": {"": code_identity},
+    "data.sampler.class_path": {"": code_identity},
     "data.tool_config_path": {"": file_identity},
-    "data.function_tool_path": {"": file_identity},
-    "data.datagen.path": {"": file_identity},
+    "data.function_tool_path": {"": code_identity},
+    "data.datagen.path": {"": code_identity},
     f"{_R}.multi_turn.tool_config_path": {"": file_identity},
-    f"{_R}.multi_turn.function_tool_path": {"": file_identity},
+    f"{_R}.multi_turn.function_tool_path": {"": code_identity},
     f"{_R}.multi_turn.interaction_config_path": {"": file_identity},
     f"{_R}.agent.agent_loop_config_path": {"": file_identity},
-    f"{_R}.agent.custom_async_server.path": {"": file_identity},
+    f"{_R}.agent.custom_async_server.path": {"": code_identity},
     f"{_R}.quantization_config_file": {"": file_identity},
-    "reward.custom_reward_function.path": {"": file_identity},
-    "reward.reward_manager.module.path": {"": file_identity},
+    "reward.custom_reward_function.path": {"": code_identity},
+    "reward.reward_manager.module.path": {"": code_identity},
     "reward.reward_model.model_path": {"": model_identity},
     "reward.reward_model.rollout.quantization_config_file": {"": file_identity},
-    "custom_reward_function.path": {"": file_identity},
+    "custom_reward_function.path": {"": code_identity},
     "reward_model.model.path": {"": model_identity},
-    "reward_model.reward_loop_module_path": {"": file_identity},
+    "reward_model.reward_loop_module_path": {"": code_identity},
+    "reward_model.model.input_tokenizer": {"": tokenizer_identity},
+    "reward_model.model.external_lib": {"": module_identity},
+    "*sandbox_fusion.url": {"": _whether_set},
+    "distillation.teacher_models.*.model_path": {"": model_identity},
+    "trainer.v1.sampler.custom_sampler.path": {"": code_identity},
+    "*.dist_checkpointing_path": {"": model_identity},
+    "*.load_checkpoint_path": {"": model_identity},
+    "critic.model.path": {"": model_identity},
+    "critic.model.hf_config_path": {"": model_identity},
+    "critic.model.tokenizer_path": {"": tokenizer_identity},
+    "critic.model.lora_adapter_path": {"": model_identity},
+    "critic.model.lora.adapter_path": {"": model_identity},
+    "critic.model.external_lib": {"": module_identity},
+    "*.qat.quantization_config_path": {"": file_identity},
 }
+
+
+if __name__ == "__main__":
+    print(rules_as_markdown(), end="")

@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
-# A key whose name says that its value is a secret. Words of the field that only look like it are left out: token counts
-# and lengths, prompt_key, image_key and the like.
+# A key whose name says that its value is a secret, in snake_case, kebab-case or camelCase. Names that only look like it
+# are left alone: token counts and lengths, prompt_key, image_key, and the special tokens of a tokenizer.
 _SECRET_KEY = re.compile(
-    r"(?i)(^|[_\-.])(api[_\-]?key|access[_\-]?key([_\-]?id)?|secret([_\-]?(access[_\-]?)?key)?|private[_\-]?key|"
-    r"password|passwd|pwd|passphrase|credentials?|auth([_\-]?token)?|authorization|bearer|cookie|"
-    r"(hf|hub|wandb|github|access|refresh|session|auth|id|api|bot|slack|swanlab|mlflow)[_\-]?token|token)$"
+    r"(?i)(^|[_\-.])(api[_\-]?key|access[_\-]?key([_\-]?id)?|account[_\-]?key|secret([_\-]?(access[_\-]?)?key)?|"
+    r"private[_\-]?key|password|passwd|pwd|passphrase|credentials?|auth|authorization|bearer|cookie|"
+    r"([a-z0-9]+[_\-]?)?token)$"
 )
-_URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.\-]*://)(?P<user>[^/\s:@]*):(?P<password>[^/\s@]+)@")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_SPECIAL_TOKEN = re.compile(
+    r"(?i)(^|[_\-.])(eos|bos|pad|unk|sep|cls|mask|stop|start|begin|end|special|image|video|audio|vision|think|tool|"
+    r"prefix|suffix|boi|eoi|per|max|min|num|new|by|to)[_\-]?token$"
+)
+_URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.\-]*://)(?P<user>[^/\s:@]*):(?P<password>[^/\s]+)@")
+_URL_TOKEN = re.compile(r"(?P<scheme>(?:https?|git\+https?)://)[^/\s:@]{16,}@")
 _QUERY = re.compile(
     r"(?i)(?P<name>[?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)[^=&\s]*=)[^&\s#]+"
 )
-_KNOWN = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_\-]{20,}|ghp_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|"
-    r"AKIA[0-9A-Z]{16}|xox[abprs]-[A-Za-z0-9\-]{10,}|glpat-[A-Za-z0-9_\-]{20,})\b"
+# Secrets in command lines, environment assignments, headers and connection strings.
+_ASSIGNED = re.compile(
+    r"(?P<name>\b[A-Z0-9_]*(?:API_KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD)=|"
+    r"--[a-z\-]*(?:api-key|token|secret|password)[= ]|"
+    r"\bAccountKey=|\bSharedAccessKey=|\b(?:[Bb]earer|[Bb]asic) (?=[A-Za-z0-9._~+/\-]{16}))[^\s;,'\"&]+"
 )
+_KNOWN = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_\-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|"
+    r"AKIA[0-9A-Z]{16}|xox[abprs]-[A-Za-z0-9\-]{10,}|glpat-[A-Za-z0-9_\-]{20,}|AIza[A-Za-z0-9_\-]{35})"
+)
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)", re.DOTALL)
 
 
 def mask(value: Any, key: str = "") -> Any:
-    """A copy of a configuration with its secrets masked."""
+    """A copy of a configuration with its secrets masked. All that stands below a secret key is masked."""
+    return _mask(value, is_secret_key(key))
+
+
+def _mask(value: Any, secret: bool) -> Any:
     if isinstance(value, Mapping):
-        return {name: mask(item, str(name)) for name, item in value.items()}
+        return {name: _mask(item, secret or is_secret_key(str(name))) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [mask(item, key) for item in value]
-    if value is not None and not isinstance(value, bool | int | float) and is_secret_key(key):
-        return MASK if str(value) else value
+        return [_mask(item, secret) for item in value]
+    if secret and value is not None and not isinstance(value, bool) and value != "":
+        return MASK
     return _mask_text(value) if isinstance(value, str) else value
 
 
+@functools.lru_cache(maxsize=4096)
 def is_secret_key(key: str) -> bool:
-    """Whether a name says that its value is a secret."""
-    return _SECRET_KEY.search(key) is not None
+    """Whether a name, or a part of a dotted one, says that its value is a secret."""
+    names = _CAMEL.sub("_", key).split(".")
+    return any(_SECRET_KEY.search(name) and not _SPECIAL_TOKEN.search(name) for name in names)
 
 
 def masked_keys(value: Any, path: str = "") -> list[str]:
@@ -53,5 +73,7 @@ def masked_keys(value: Any, path: str = "") -> list[str]:
 
 def _mask_text(text: str) -> str:
     text = _URL.sub(rf"\g<scheme>\g<user>:{MASK}@", text)
+    text = _URL_TOKEN.sub(rf"\g<scheme>{MASK}@", text)
     text = _QUERY.sub(rf"\g<name>{MASK}", text)
-    return _KNOWN.sub(MASK, text)
+    text = _ASSIGNED.sub(rf"\g<name>{MASK}", text)
+    return _PRIVATE_KEY.sub(MASK, _KNOWN.sub(MASK, text))

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_rollout_skip.config import BLOCK, SkipConfig, run_name
-from verl_rollout_skip.errors import ManifestError, MismatchError
+from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, MismatchError
 from verl_rollout_skip.fingerprint import Fingerprint, difference, make_fingerprint
 from verl_rollout_skip.layout import gpu_layout, layout_difference
 from verl_rollout_skip.manifest import Manifest, read_manifest
@@ -28,50 +28,65 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
+class Source:
+    """A folder whose entries may be loaded. ``informational``: made with other settings, which the user allowed."""
+
+    folder: str
+    manifest: Manifest
+    informational: bool = False
+
+
+@dataclass(frozen=True)
 class Run:
     """Where a training reads and writes rollouts, settled before any worker starts.
 
-    ``reads`` is the folder whose entries may be loaded (None: nothing fits), ``recorded`` its manifest, ``writes`` the
-    folder for new ones. ``informational``: the rollouts were made with other settings, which the user allowed.
+    ``sources`` are read in this order; there are two if some rollouts come from elsewhere and what was missing there
+    has been recorded in a variant of its own. ``writes`` is the folder for new ones.
     """
 
     settings: SkipConfig
     name: str
     fingerprint: Fingerprint
     config: DictConfig
-    reads: str | None
-    writes: str | None
-    recorded: Manifest | None
-    informational: bool = False
-
-    @property
-    def training_difference(self) -> list[str]:
-        """What is learned otherwise than in the recording; from its second step on the rollouts are off-policy then."""
-        return [] if self.recorded is None else difference(self.recorded.training, self.fingerprint.training)
-
-    @property
-    def layout_difference(self) -> list[str]:
-        """What runs elsewhere than in the recording."""
-        return [] if self.recorded is None else layout_difference(self.recorded.gpu_layout, gpu_layout(self.config))
+    sources: tuple[Source, ...] = ()
+    writes: str | None = None
 
 
 def open_run(config: DictConfig | Mapping[str, Any]) -> Run:
     """Read the settings, take the fingerprint and find the rollouts that fit; raise if a wish cannot be met."""
     tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     settings = SkipConfig.from_config(tree)
-    name = run_name(tree)
     if settings.mode is Mode.OFF:
-        return Run(settings, name, Fingerprint({}, {}), tree, None, None, None)
-    fingerprint = make_fingerprint(tree)
-    writes = None
+        return Run(settings, "", Fingerprint({}, {}), tree)
+    name, fingerprint = run_name(tree), make_fingerprint(tree)
+    own = writes = None
     if settings.dump_dir is not None:
         writes = join(settings.dump_dir, name, fingerprint.config_hash[:_HASH_LETTERS])
-    found = _from_source(settings, fingerprint) if settings.source else _from_variants(settings, name, fingerprint)
-    recorded, informational = found
-    reads = None if recorded is None else recorded.path.rsplit("/", 1)[0]
-    run = Run(settings, name, fingerprint, tree, reads, writes, recorded, informational)
-    _report(run)
-    return run
+        own = own_source(writes, fingerprint)
+    if settings.source:
+        given = _from_source(settings, fingerprint)
+        sources = [given] if own is None or not settings.mode.generates else [given, own]
+    else:
+        assert settings.dump_dir is not None
+        sources = _from_variants(settings, join(settings.dump_dir, name), fingerprint, own)
+    if settings.mode.reads:
+        for source in sources:
+            _report(source, fingerprint, tree)
+    return Run(settings, name, fingerprint, tree, tuple(sources), writes)
+
+
+def own_source(folder: str, fingerprint: Fingerprint) -> Source | None:
+    """Today's own variant, if something is recorded there. One that belongs to other settings is an error."""
+    manifest = read_manifest(open_storage(folder))
+    if manifest is None:
+        return None
+    lines = difference(manifest.fingerprint, fingerprint.rollout)
+    if lines:
+        raise MismatchError(
+            f"{manifest.path} belongs to other settings, although the name of its folder is the short hash of today's: "
+            f"it was moved there, or two hashes begin alike.\n{_listed(lines)}\nUse another {BLOCK}.dump_dir."
+        )
+    return Source(folder, manifest)
 
 
 def resolve_prompts(config: DictConfig, wish: Prompts) -> Prompts:
@@ -110,64 +125,71 @@ def list_variants(run_folder: str) -> dict[str, Manifest]:
     return found
 
 
-def _from_source(settings: SkipConfig, fingerprint: Fingerprint) -> tuple[Manifest | None, bool]:
+def _from_source(settings: SkipConfig, fingerprint: Fingerprint) -> Source:
     assert settings.source is not None
-    recorded = Manifest.load(settings.source)
-    lines = _difference(recorded, fingerprint, settings)
+    manifest = Manifest.load(settings.source)
+    lines = _difference(manifest, fingerprint, settings)
     if lines and settings.on_mismatch is not OnMismatch.REUSE:
         raise MismatchError(
             f"The rollouts of {BLOCK}.source={settings.source} were made with other settings:\n{_listed(lines)}\n"
             f"Use the same settings, or take them knowingly with {BLOCK}.on_mismatch=reuse."
         )
-    return recorded, bool(lines)
+    return _source(manifest, lines)
 
 
-def _from_variants(settings: SkipConfig, name: str, fingerprint: Fingerprint) -> tuple[Manifest | None, bool]:
-    assert settings.dump_dir is not None
-    folder = join(settings.dump_dir, name)
-    own = fingerprint.config_hash[:_HASH_LETTERS]
-    own_manifest = read_manifest(open_storage(join(folder, own)))  # a broken one of our own is an error
-    variants = list_variants(folder)
-    differences = {variant: _difference(manifest, fingerprint, settings) for variant, manifest in variants.items()}
-    if own_manifest is not None and not differences.get(own):
-        return variants[own], False
-    fitting = [variant for variant, lines in differences.items() if not lines]
+def _from_variants(settings: SkipConfig, folder: str, fingerprint: Fingerprint, own: Source | None) -> list[Source]:
+    """Today's own variant, and at most one other: two recordings of one step are two different trainings."""
+    others = [manifest for variant, manifest in list_variants(folder).items() if not _is_own(variant, fingerprint)]
+    others.sort(key=lambda manifest: (manifest.created_at, manifest.path))
+    differences = {manifest.path: _difference(manifest, fingerprint, settings) for manifest in others}
+    sources = [] if own is None else [own]
+    fitting = [manifest for manifest in others if not differences[manifest.path]]
     if fitting:
-        return variants[fitting[0]], False
-    return _without_fit(settings, folder, variants, differences)
+        return [*sources, _source(fitting[0], [])]
+    if settings.on_mismatch is OnMismatch.REUSE and len(others) == 1:
+        return [*sources, _source(others[0], differences[others[0].path])]
+    if own is None:
+        _explain_nothing_fits(settings, folder, differences)
+    return sources
 
 
-def _without_fit(
-    settings: SkipConfig, folder: str, variants: dict[str, Manifest], differences: dict[str, list[str]]
-) -> tuple[Manifest | None, bool]:
-    if settings.on_mismatch is OnMismatch.REUSE and len(variants) == 1:
-        variant, manifest = next(iter(variants.items()))
-        logger.warning("reusing rollouts made with other settings:\n%s", _listed(differences[variant]))
-        return manifest, True
-    explained = "\n".join(f"{variant}:\n{_listed(lines)}" for variant, lines in _nearest(differences))
-    if settings.on_mismatch is OnMismatch.REUSE and variants:
+def _is_own(variant: str, fingerprint: Fingerprint) -> bool:
+    return variant == fingerprint.config_hash[:_HASH_LETTERS]
+
+
+def _source(manifest: Manifest, lines: list[str]) -> Source:
+    if lines:
+        logger.warning("using rollouts that were made with other settings (%s):\n%s", manifest.path, _listed(lines))
+    return Source(manifest.path.rsplit("/", 1)[0], manifest, informational=bool(lines))
+
+
+def _explain_nothing_fits(settings: SkipConfig, folder: str, differences: dict[str, list[str]]) -> None:
+    """Raise if the mode or ``on_mismatch`` asks for recorded rollouts; otherwise say why a new variant begins."""
+    mode = settings.mode.value
+    explained = "\n".join(f"{path}:\n{_listed(lines)}" for path, lines in _nearest(differences))
+    if settings.on_mismatch is OnMismatch.REUSE and differences:
         raise MismatchError(
-            f"{BLOCK}.on_mismatch is 'reuse' and {folder} has {len(variants)} variants, none with today's settings. "
-            f"Choose one with {BLOCK}.source={folder}/VARIANT/manifest.json:\n{explained}"
+            f"{BLOCK}.on_mismatch is 'reuse' and {folder} has {len(differences)} variants, none with today's settings. "
+            f"Choose one by setting {BLOCK}.source to its manifest:\n{explained}"
         )
-    if settings.on_mismatch is OnMismatch.ERROR and variants:
+    if settings.on_mismatch is OnMismatch.ERROR and differences:
         raise MismatchError(
-            f"{folder} holds rollouts made with other settings, and {BLOCK}.on_mismatch is 'error':\n{explained}"
+            f"{folder} holds rollouts made with other settings, and {BLOCK}.on_mismatch is 'error':\n{explained}\n"
+            f"Use the same settings, or let {BLOCK}.on_mismatch=new begin another variant beside them."
+        )
+    if not settings.mode.generates and not differences:
+        raise EntryNotFoundError(
+            f"Mode {mode!r} loads recorded rollouts, and nothing is recorded in {folder}. Record first "
+            f"({BLOCK}.mode=cache), or check dump_dir, the experiment and project name and the batch sizes, which make "
+            "up the folder's name."
         )
     if not settings.mode.generates:
-        if not variants:
-            raise MismatchError(
-                f"Mode {settings.mode.value!r} loads recorded rollouts, and nothing is recorded in {folder}. Record "
-                f"first ({BLOCK}.mode=cache), or check dump_dir, the experiment and project name and the batch sizes, "
-                "which make up the folder's name."
-            )
         raise MismatchError(
-            f"Mode {settings.mode.value!r} loads recorded rollouts, and those in {folder} were made with other "
-            f"settings:\n{explained}\nUse the same settings, or take them knowingly with {BLOCK}.on_mismatch=reuse."
+            f"Mode {mode!r} loads recorded rollouts, and those in {folder} were made with other settings:\n"
+            f"{explained}\nUse the same settings, or take them knowingly with {BLOCK}.on_mismatch=reuse."
         )
-    if variants:
-        logger.info("no recorded rollouts fit; what differs:\n%s", explained)
-    return None, False
+    if differences:
+        logger.info("no recorded rollouts fit, so a new variant begins; what differs:\n%s", explained)
 
 
 def _difference(manifest: Manifest, fingerprint: Fingerprint, settings: SkipConfig) -> list[str]:
@@ -184,11 +206,15 @@ def _listed(lines: list[str]) -> str:
     return "\n".join([f"  {line}" for line in lines[:_SHOWN]] + more)
 
 
-def _report(run: Run) -> None:
-    if run.layout_difference:
-        logger.info("recorded on another layout, which makes no difference:\n%s", _listed(run.layout_difference))
-    if run.training_difference:
+def _report(source: Source, fingerprint: Fingerprint, config: DictConfig) -> None:
+    layout = layout_difference(source.manifest.gpu_layout, gpu_layout(config))
+    if layout:
+        logger.info("%s was recorded on another layout, which makes no difference:\n%s", source.folder, _listed(layout))
+    training = difference(source.manifest.training, fingerprint.training)
+    if training:
         logger.warning(
-            "the training differs from the recorded one, so the rollouts are off-policy from its second step on:\n%s",
-            _listed(run.training_difference),
+            "the training differs from the one that recorded %s, so those rollouts are off-policy from the second step "
+            "on:\n%s",
+            source.folder,
+            _listed(training),
         )

@@ -7,6 +7,7 @@ file sizes, another user) rather than to skipping.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,10 +21,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 ROOT = Path(__file__).resolve().parents[2]
 
 Report = Callable[[str], None]
+
+
+def hidden_files(folder: Path) -> list[Path]:
+    """Temporary files and pending records."""
+    return sorted(path for path in folder.rglob(".*") if path.is_file())
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Hidden files that nobody needs: all but a record that belongs to the Parquet file beside it."""
+    found = []
+    for path in hidden_files(folder):
+        data = path.with_name(f"{path.name.split('.')[1]}.parquet")
+        digest = xxhash.xxh3_128(data.read_bytes()).hexdigest() if data.exists() else None
+        if not path.name.endswith(".json") or json.loads(path.read_text())["digest"] != digest:
+            found.append(path)
+    return found
 
 
 class Forked:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from verl import DataProto
 
 from tests.batches import assert_same_batch, rollout_output
-from tests.integration.conftest import Forked, Report
+from tests.integration.conftest import Forked, Report, leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import EntryExistsError, EntryNotFoundError
 from verl_rollout_skip.store import codec, commit
@@ -36,17 +35,6 @@ def check(batch: DataProto) -> int:
     seed = batch.meta_info["seed"]
     assert_same_batch(rollout(seed), batch)
     return seed
-
-
-def leftovers(folder: Path) -> list[Path]:
-    """Hidden files that nobody needs: all but a record that is the only one of the Parquet file beside it."""
-    found = []
-    for path in sorted(path for path in folder.rglob(".*") if path.is_file()):
-        data = path.with_name(f"{path.name.split('.')[1]}.parquet")
-        digest = xxhash.xxh3_128(data.read_bytes()).hexdigest() if data.exists() else None
-        if not path.name.endswith(".json") or json.loads(path.read_text())["digest"] != digest:
-            found.append(path)
-    return found
 
 
 def all_at_once(

@@ -18,9 +18,9 @@ import torch
 from tensordict import TensorDict
 
 from tests.batches import assert_same_batch, rollout_output
-from tests.integration.conftest import Disk, Forked, Report
+from tests.integration.conftest import Disk, Forked, Report, leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
-from verl_rollout_skip.errors import DumpError
+from verl_rollout_skip.errors import DumpError, EntryExistsError
 from verl_rollout_skip.store import codec, commit
 from verl_rollout_skip.store.local import LocalStorage
 
@@ -38,10 +38,6 @@ def noise(size: int, seed: int = 0) -> TensorDict:
 def record_without_end(store: RolloutStore, size: int) -> None:
     for step in itertools.count():
         store.put(RolloutKey(step), noise(size, seed=step))
-
-
-def hidden_files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob(".*") if path.is_file())
 
 
 def test_a_full_disk_is_named_with_what_is_free_and_recording_goes_on_when_there_is_room(
@@ -62,7 +58,7 @@ def test_a_full_disk_is_named_with_what_is_free_and_recording_goes_on_when_there
     assert committed == [RolloutKey(step) for step in range(len(committed))]
     for key in committed:
         assert_same_batch(noise(300_000, seed=key.step), store.get(key))
-    assert hidden_files(disk.path) == [], "the failed dump still takes the space that is missing"
+    assert leftovers(disk.path) == [], "the failed dump still takes the space that is missing"
 
     store.delete(committed[0])
     store.put(RolloutKey(50), noise(300_000, seed=50))
@@ -77,7 +73,7 @@ def test_replacing_on_a_full_disk_keeps_the_old_rollout(small_disk: Callable[...
     with pytest.raises(DumpError):
         store.put(K, noise(300_000, seed=2), replace=True)
     assert_same_batch(noise(300_000, seed=1), store.get(K))
-    assert hidden_files(disk.path) == []
+    assert leftovers(disk.path) == []
 
 
 def test_however_little_is_free_a_put_that_returns_has_written_everything(small_disk: Callable[..., Disk]) -> None:
@@ -91,7 +87,7 @@ def test_however_little_is_free_a_put_that_returns_has_written_everything(small_
             store.put(K, noise(5 * PAGE, seed=pages))
         except DumpError:
             assert K not in store
-            assert hidden_files(disk.path) == []
+            assert leftovers(disk.path) == []
         else:
             assert_same_batch(noise(5 * PAGE, seed=pages), store.get(K))
             written += 1
@@ -126,7 +122,7 @@ def test_a_file_that_may_not_grow_is_never_committed_in_part(tmp_path: Path, for
         else:
             assert K not in store
             assert "File too large" in line
-        assert hidden_files(folder) == []
+        assert leftovers(folder) == []
 
 
 def test_no_inode_left_is_a_dump_error_too(small_disk: Callable[..., Disk]) -> None:
@@ -139,7 +135,7 @@ def test_no_inode_left_is_a_dump_error_too(small_disk: Callable[..., Disk]) -> N
     assert len(store) >= 2
     for key in store:
         assert_same_batch(noise(100, seed=key.step), store.get(key))
-    assert hidden_files(disk.path) == []
+    assert leftovers(disk.path) == []
 
 
 def test_in_the_background_a_full_disk_is_raised_by_the_next_put_once_and_that_put_is_accepted(
@@ -163,7 +159,7 @@ def test_in_the_background_a_full_disk_is_raised_by_the_next_put_once_and_that_p
     assert store.keys() == [RolloutKey(1), RolloutKey(3), RolloutKey(4)]
     for key in store:
         assert_same_batch(noise(200_000, seed=key.step), store.get(key))
-    assert hidden_files(disk.path) == []
+    assert leftovers(disk.path) == []
 
 
 @pytest.mark.parametrize("call", ["flush", "close"])
@@ -183,7 +179,7 @@ def test_in_the_background_a_full_disk_is_raised_by_flush_or_close_once(
     store.close()
     store.close()
     assert store.keys() == []
-    assert hidden_files(disk.path) == []
+    assert leftovers(disk.path) == []
 
 
 def wait_until_done(store: RolloutStore, key: RolloutKey) -> None:
@@ -257,7 +253,7 @@ def test_a_disk_that_fails_at_any_call_is_reported_and_leaves_a_whole_entry_or_n
         store.put(K, new, replace=True)
         assert_same_batch(new, store.get(K))
         store.prune(older_than_s=0)
-        assert hidden_files(folder) == []
+        assert leftovers(folder) == []
     assert number > 4
 
 
@@ -288,6 +284,29 @@ def test_a_failed_sync_of_the_folder_is_not_reported_as_written(
         store.put(K, rollout_output(4))
     monkeypatch.undo()
     assert_same_batch(rollout_output(4), store.get(K))
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK], ids=errno.errorcode.get)
+def test_on_a_file_system_without_hard_links_the_first_writer_wins_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """FAT, some network and some user-space file systems know no second name of a file."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = RolloutStore(tmp_path, background=False)
+    store.put(K, rollout_output(4, seed=1))
+    store.put(K, rollout_output(4, seed=1))
+    with pytest.raises(EntryExistsError):
+        store.put(K, rollout_output(4, seed=2))
+    assert_same_batch(rollout_output(4, seed=1), store.get(K))
+    store.put(K, rollout_output(4, seed=3), replace=True)
+    assert_same_batch(rollout_output(4, seed=3), store.get(K))
+    assert store.verify(K).rows == 4
+    store.delete(K)
+    assert leftovers(tmp_path) == []
 
 
 def test_a_store_that_goes_away_during_the_commit_is_an_error(tmp_path: Path) -> None:

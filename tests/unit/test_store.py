@@ -194,6 +194,29 @@ def test_info_that_is_no_json_is_refused_at_once(tmp_path: Path, value: Any) -> 
             assert store.keys() == []
 
 
+def test_info_that_is_too_large_for_a_record_is_refused_at_once(tmp_path: Path) -> None:
+    """A record is read whole before anything is checked, so its size has a limit; it must hold for writers too."""
+    for background in (False, True):
+        with RolloutStore(tmp_path / str(background), background=background) as store:
+            with pytest.raises((TypeError, ValueError, StoreError), match="info"):
+                store.put(K, rollout_output(4), info={"log": "x" * 20_000_000})
+            assert store.keys() == []
+            store.put(K, rollout_output(4), info={"log": "x" * 1_000_000})
+            assert len(store.record(K).info["log"]) == 1_000_000
+
+
+def test_a_meta_info_of_more_than_a_hundred_megabytes_comes_back_or_is_refused(store: RolloutStore) -> None:
+    """Parquet readers do not expect that much beside the columns; a dump that nobody can read is worse than none."""
+    batch = rollout_output(4)
+    batch.meta_info["log"] = "x" * 105_000_000
+    try:
+        store.put(K, batch)
+    except UnsupportedBatchError:
+        assert K not in store
+    else:
+        assert store.get(K).meta_info["log"] == batch.meta_info["log"]
+
+
 def test_a_batch_that_cannot_be_stored_is_refused_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     batch = rollout_output(4)
     batch.non_tensor_batch["handle"] = np.array([object()] * 4, dtype=object)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import torch
 
 from verl_rollout_skip.errors import UnsupportedBatchError
+from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store import cells
 from verl_rollout_skip.store.batch import Batch, Path
 from verl_rollout_skip.store.cells import CellColumn
@@ -39,6 +40,9 @@ from verl_rollout_skip.store.padding import (
     row_chunks,
 )
 from verl_rollout_skip.store.threads import map_in_threads
+
+# Parquet readers refuse a description of more than 100 MB.
+_MAX_META_BYTES = 48 << 20
 
 
 @dataclass
@@ -96,6 +100,12 @@ def snapshot(batch: Batch) -> Part:
         cells.encode_inline([[key, value] for key, value in entries.items()], "meta_info")
         for entries in (batch.meta, lasting)
     )
+    size = len(meta["json"]) + sum(map(len, meta["blobs"]))
+    if size > _MAX_META_BYTES:
+        raise UnsupportedBatchError(
+            f"Cannot store meta_info of {format_size(size)}: up to {format_size(_MAX_META_BYTES)} go into the description of "
+            "the file. What has one row a trajectory belongs in the batch."
+        )
     return Part(batch, objects, meta, lasting_meta)
 
 

@@ -28,7 +28,7 @@ from verl_rollout_skip.sizes import format_size, parse_size
 from verl_rollout_skip.store import codec, commit, names
 from verl_rollout_skip.store.batch import Batch, BatchKind, put_together
 from verl_rollout_skip.store.decoder import damage_is_corruption
-from verl_rollout_skip.store.entry import EntryRecord, record_bytes
+from verl_rollout_skip.store.entry import MAX_RECORD_BYTES, EntryRecord, record_bytes
 from verl_rollout_skip.store.local import LocalStorage, free_bytes, is_own_leftover
 from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.store.prefetch import Prefetcher
@@ -349,9 +349,12 @@ def _present(batch: Batch, kind: BatchKind | str | None) -> Any:
 
 def _json_copy(info: dict[str, Any]) -> dict[str, Any]:
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(info, allow_nan=False))
+        text = json.dumps(info, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TypeError(f"info must be JSON (dict, list, str, finite numbers, bool, None): {error}") from error
+    if len(text) > MAX_RECORD_BYTES // 4:
+        raise ValueError(f"info is {format_size(len(text))} of JSON; a record is read at once, keep it below 4 MB.")
+    copy: dict[str, Any] = json.loads(text)
     return copy
 
 

@@ -1,0 +1,231 @@
+"""``rollout-skip`` as a user runs it, in a process of its own, on what a training has recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainings import RUN_NAME, Engine, Training, inputs_of
+from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+K1, K2 = RolloutKey(1), RolloutKey(2)
+
+
+def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "verl_rollout_skip.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ}, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    training = Training(tmp_path_factory.mktemp("recorded"))
+    training.record(K1, RolloutKey(1, 1), K2)
+    training.record(K1, actor_rollout_ref__rollout__temperature=0.7)
+    return training
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    training = Training(tmp_path)
+    training.record(K1, K2)
+    [variant] = training.variants()
+    data = variant / "step_000002" / "gen_000.parquet"
+    data.write_bytes(data.read_bytes()[:-10])
+    return variant
+
+
+def by_temperature(training: Training) -> dict[float, Path]:
+    key = "actor_rollout_ref.rollout.temperature"
+    return {json.loads((v / "manifest.json").read_text())["fingerprint"][key]: v for v in training.variants()}
+
+
+def test_ls_lists_runs_variants_and_what_differs(recorded: Training) -> None:
+    done = run("ls", recorded.dumps)
+    assert done.returncode == 0, done.stderr
+    assert RUN_NAME in done.stdout
+    for variant in recorded.variants():
+        assert variant.name in done.stdout
+    assert "actor_rollout_ref.rollout.temperature: " in done.stdout
+    assert "1-2" in done.stdout
+    assert "1 × 8" in done.stdout
+
+
+def test_ls_as_json_has_the_numbers(recorded: Training, capsys: Any) -> None:
+    for path in (recorded.dumps, recorded.dumps / RUN_NAME):
+        assert main(["ls", str(path), "--json"]) == 0
+        [found] = json.loads(capsys.readouterr().out)["runs"]
+        variants = {variant["path"]: variant for variant in found["variants"]}
+        first = variants[str(by_temperature(recorded)[1.0])]
+        store = RolloutStore(first["path"])
+        records = [store.record(key) for key in store]
+        assert (first["entries"], first["rows"], first["steps"]) == (3, 24, "1-2")
+        assert first["bytes"] == sum(record.bytes for record in records)
+        assert first["mean_score"] == pytest.approx(sum(record.mean_score for record in records) / 3)
+        assert sorted(len(variant["differs"] or []) for variant in variants.values()) == [0, 1]
+
+
+def test_ls_of_a_variant_lists_its_entries(recorded: Training, capsys: Any) -> None:
+    variant = by_temperature(recorded)[1.0]
+    for path in (f"{variant}", f"{variant}/", f"{variant}/manifest.json"):
+        assert main(["ls", path]) == 0
+        assert "mean response" in capsys.readouterr().out
+
+
+def test_show_prints_the_record_and_samples(recorded: Training) -> None:
+    variant = by_temperature(recorded)[1.0]
+    done = run("show", variant, "--step", 2, "--row", 5)
+    assert done.returncode == 0, done.stderr
+    inputs = inputs_of(K2).non_tensor_batch
+    assert inputs["raw_prompt"][5][0]["content"] in done.stdout
+    assert inputs["reward_model"][5]["ground_truth"] in done.stdout
+    assert "row 5, score " in done.stdout
+    assert "--tokenizer" in done.stdout
+
+
+def test_show_as_json_gives_the_tokens_without_padding(recorded: Training, capsys: Any) -> None:
+    variant = by_temperature(recorded)[1.0]
+    assert main(["show", str(variant), "--gen-batch", "1", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["record"]["key"] == {"step": 1, "gen_batch": 1}
+    assert [sample["row"] for sample in shown["samples"]] == [0, 1, 2]
+    batch = RolloutStore(variant).get(RolloutKey(1, 1))
+    for row, sample in enumerate(shown["samples"]):
+        mask = batch.batch["response_mask"][row].bool()
+        assert sample["response"] == batch.batch["responses"][row][mask].tolist()
+        assert sample["score"] == float(batch.batch["rm_scores"][row].sum())
+
+
+def test_show_decodes_with_a_tokenizer(recorded: Training, tmp_path: Path, capsys: Any) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(50_000)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
+    variant = by_temperature(recorded)[1.0]
+    assert main(["show", str(variant), "--row", "0", "--tokenizer", str(tmp_path / "words"), "--json"]) == 0
+    [sample] = json.loads(capsys.readouterr().out)["samples"]
+    batch = RolloutStore(variant).get(K1)
+    tokens = batch.batch["responses"][0][batch.batch["response_mask"][0].bool()].tolist()
+    assert sample["response"].split() == [f"w{token}" for token in tokens]
+
+
+def test_verify_is_content_with_whole_dumps(recorded: Training) -> None:
+    done = run("verify", recorded.dumps)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4 entries in 2 variants checked, all fine" in done.stdout
+
+
+def test_verify_lists_what_is_damaged_and_exits_with_1(damaged: Path, capsys: Any) -> None:
+    done = run("verify", damaged)
+    assert done.returncode == 1
+    assert "step 2, generation batch 0 is damaged" in done.stdout
+    assert "2 entries in 1 variants checked, 1 problems" in done.stdout
+    assert main(["verify", str(damaged.parent), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"]
+    assert [(problem["step"], problem["gen_batch"]) for problem in found["problems"]] == [(2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: path.write_text(path.read_text().replace("1e-06", "2e-06")), "edited or damaged"),
+        (lambda path: path.write_text("{"), "no JSON object"),
+        (lambda path: path.unlink(), "There is no manifest"),
+    ],
+    ids=["edited", "broken", "missing"],
+)
+def test_verify_checks_the_manifest(tmp_path: Path, capsys: Any, spoil: Any, words: str) -> None:
+    training = Training(tmp_path)
+    training.record(K1)
+    spoil(training.variants()[0] / "manifest.json")
+    assert main(["verify", str(training.dumps), "--json"]) == 1
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert words in problem["error"]
+    assert main(["ls", str(training.dumps)]) == 0, "what is there can still be listed"
+
+
+def test_verify_tells_of_entries_that_a_training_set_aside(damaged: Path, capsys: Any) -> None:
+    training = Training(damaged.parents[2])
+    with training.open("cache") as skip:
+        skip.step(K2, inputs_of(K2), Engine())
+    assert main(["verify", str(damaged)]) == 0
+    assert "set aside earlier: " in capsys.readouterr().out
+
+
+def test_ls_names_an_unreadable_entry(damaged: Path, capsys: Any) -> None:
+    assert main(["ls", str(damaged), "--json"]) == 0
+    [variant] = json.loads(capsys.readouterr().out)["runs"][0]["variants"]
+    assert (variant["entries"], [bad["step"] for bad in variant["unreadable"]]) == (1, [2])
+
+
+def test_text_from_a_dump_cannot_command_the_terminal(tmp_path: Path, capsys: Any) -> None:
+    training = Training(tmp_path)
+    inputs = inputs_of(K1)
+    inputs.non_tensor_batch["raw_prompt"][0] = [{"role": "user", "content": "\x1b]0;evil\x07 [bold]x[/bold]"}]
+    with training.open("record") as skip:
+        skip.step(K1, inputs, Engine())
+    assert main(["show", str(training.dumps), "--row", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\\x1b]0;evil" in shown
+    assert "[bold]x[/bold]" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ls", "/does/not/exist"], "No recorded rollouts in /does/not/exist"),
+        (["ls", "nonsense://x"], "nonsense"),
+        (["show", "{dumps}"], "There are 2 variants, choose one"),
+        (["show", "{variant}", "--step", "9"], "step 9, generation batch 0 is not recorded"),
+        (["show", "{variant}", "--step", "-1"], "RolloutKey.step"),
+        (["show", "{variant}", "--row", "8"], "has rows 0 to 7, not 8"),
+        (["show", "{variant}", "--tokenizer", "/nowhere"], "/nowhere is no tokenizer folder"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(recorded: Training, capsys: Any, arguments: Any, words: str) -> None:
+    variant = by_temperature(recorded)[1.0]
+    assert main([argument.format(dumps=recorded.dumps, variant=variant) for argument in arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("rollout-skip: error: ")
+    assert output.err.count("\n") == 1
+    assert words in output.err
+
+
+def test_help_has_examples_and_needs_no_torch() -> None:
+    script = "import sys; from verl_rollout_skip.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script + "assert 'torch' not in sys.modules"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout
+
+
+def test_it_works_without_verl(recorded: Training) -> None:
+    script = (
+        "import sys, importlib.util as u; real = u.find_spec\n"
+        "sys.modules['verl'] = None; u.find_spec = lambda name, *a: None if name == 'verl' else real(name, *a)\n"
+        "from verl_rollout_skip.cli import main; path = sys.argv[1]\n"
+        "sys.exit(main(['verify', path]) or main(['ls', path]) or main(['show', path]))"
+    )
+    command = [sys.executable, "-c", script, str(by_temperature(recorded)[1.0])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_url_works_like_a_folder(tmp_path: Path, capsys: Any) -> None:
+    training = Training(tmp_path)
+    url = "memory://cli/rollouts"
+    training.record(K1, skip={"dump_dir": url})
+    for command in ("ls", "show", "verify"):
+        assert main([command, url]) == 0, capsys.readouterr().err

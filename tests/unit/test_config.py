@@ -1,0 +1,443 @@
+"""The ``rollout_skip`` block as users write it, on verl's real configuration: what it means, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tests.verl_configs import compose_ppo
+from verl_rollout_skip.config import SkipConfig, Steps, parse_steps, run_name, take_out_skip_keys
+from verl_rollout_skip.errors import ConfigError
+from verl_rollout_skip.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward
+from verl_rollout_skip.sizes import format_size, parse_size
+
+
+@pytest.fixture(scope="module")
+def verl_config() -> DictConfig:
+    return compose_ppo()
+
+
+@pytest.fixture
+def train(verl_config: DictConfig) -> Any:
+    """The blocks of verl's configuration that matter here, with our settings; composing and copying all takes long."""
+    rollout = OmegaConf.to_container(verl_config.actor_rollout_ref.rollout, resolve=True)
+    skip = OmegaConf.to_container(verl_config.skip, resolve=True)
+
+    def configure(**settings: Any) -> DictConfig:
+        blocks = {"actor_rollout_ref": {"rollout": rollout}, "skip": skip}
+        return OmegaConf.create({**blocks, "rollout_skip": settings} if settings else blocks)
+
+    return configure
+
+
+def refusal(config: DictConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        SkipConfig.from_config(config)
+    return str(caught.value)
+
+
+def test_without_the_block_nothing_is_skipped(verl_config: DictConfig) -> None:
+    settings = SkipConfig.from_config(verl_config)
+    assert settings == SkipConfig()
+    assert settings.mode is Mode.OFF
+
+
+def test_everything_can_be_set_on_the_command_line_of_verl(tmp_path: Path) -> None:
+    settings = SkipConfig.from_config(
+        compose_ppo(
+            "+rollout_skip.mode=cache",
+            f"+rollout_skip.dump_dir={tmp_path}",
+            '+rollout_skip.steps=[1,2,"10-20"]',
+            "+rollout_skip.max_dump_steps=5",
+            "+rollout_skip.on_mismatch=error",
+            "+rollout_skip.prompts=check",
+            "+rollout_skip.source=s3://bucket/run/variant/manifest.json",
+            "+rollout_skip.reward=recompute",
+            "+rollout_skip.engine=on",
+            "+rollout_skip.background=false",
+            "+rollout_skip.on_dump_error=fail",
+            "+rollout_skip.max_disk=200GB",
+        )
+    )
+    assert settings == SkipConfig(
+        mode=Mode.CACHE,
+        dump_dir=str(tmp_path),
+        steps=Steps(((1, 1), (2, 2), (10, 20))),
+        max_dump_steps=5,
+        on_mismatch=OnMismatch.ERROR,
+        prompts=Prompts.CHECK,
+        source="s3://bucket/run/variant/manifest.json",
+        reward=Reward.RECOMPUTE,
+        engine=Engine.ON,
+        background=False,
+        on_dump_error=OnDumpError.FAIL,
+        max_disk=200 * 10**9,
+    )
+
+
+def test_a_bare_off_in_yaml_is_the_mode_off_and_a_bare_on_the_engine_on(tmp_path: Path) -> None:
+    config = OmegaConf.create(f"rollout_skip: {{mode: off, engine: on, dump_dir: {tmp_path}}}")
+    settings = SkipConfig.from_config(config)
+    assert settings.mode is Mode.OFF
+    assert settings.engine is Engine.ON
+
+
+@pytest.mark.parametrize("mode", [mode.value for mode in Mode])
+def test_each_mode_can_be_chosen(train: Any, tmp_path: Path, mode: str) -> None:
+    assert SkipConfig.from_config(train(mode=mode, dump_dir=str(tmp_path))).mode is Mode(mode)
+
+
+def test_a_failed_dump_stops_a_recording_and_nothing_else(train: Any, tmp_path: Path) -> None:
+    def fails(**settings: Any) -> bool:
+        return SkipConfig.from_config(train(dump_dir=str(tmp_path), **settings)).fails_on_dump_error
+
+    assert fails(mode="record")
+    assert not fails(mode="cache")
+    assert not fails(mode="record", on_dump_error="warn")
+    assert fails(mode="cache", on_dump_error="fail")
+
+
+def test_only_a_replay_starts_no_engine(train: Any, tmp_path: Path) -> None:
+    def starts(**settings: Any) -> bool:
+        return SkipConfig.from_config(train(dump_dir=str(tmp_path), **settings)).starts_engine
+
+    assert {mode.value: starts(mode=mode.value) for mode in Mode} == {
+        mode.value: mode is not Mode.REPLAY for mode in Mode
+    }
+    assert starts(mode="replay", engine="on")
+    assert not starts(mode="repeat", engine="off")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"mode": "cahce"},
+            "rollout_skip.mode is 'cahce'. Did you mean 'cache'? "
+            "Valid are: off, record, cache, replay, repeat, repeat_last, refresh.",
+        ),
+        ({"mode": True}, "rollout_skip.mode is True. Valid are: off, record, cache"),
+        ({"mode": None}, "rollout_skip.mode is None. Valid are: off, record, cache"),
+        ({"mode": ["cache"]}, "rollout_skip.mode is ['cache']. Did you mean 'cache'? Valid are: off, record, cache"),
+        ({"dumpdir": "/x"}, "rollout_skip.dumpdir is no setting. Did you mean 'dump_dir'? Valid are: mode, dump_dir,"),
+        ({"xyz": 1}, "rollout_skip.xyz is no setting. Valid are: mode, dump_dir, steps, max_dump_steps, on_mismatch,"),
+        (
+            {"on_mismatch": "nwe"},
+            "rollout_skip.on_mismatch is 'nwe'. Did you mean 'new'? Valid are: new, error, reuse.",
+        ),
+        (
+            {"prompts": "chekc"},
+            "rollout_skip.prompts is 'chekc'. Did you mean 'check'? Valid are: auto, check, recorded",
+        ),
+        ({"reward": "again"}, "rollout_skip.reward is 'again'. Valid are: recorded, recompute."),
+        ({"engine": "maybe"}, "rollout_skip.engine is 'maybe'. Valid are: auto, on, off."),
+        (
+            {"on_dump_error": "fial"},
+            "rollout_skip.on_dump_error is 'fial'. Did you mean 'fail'? Valid are: auto, warn,",
+        ),
+        ({"background": "yes"}, "rollout_skip.background is 'yes'; it is either true or false."),
+        ({"max_dump_steps": 0}, "rollout_skip.max_dump_steps is 0; give a whole number of 1 or more, or null"),
+        ({"max_dump_steps": -3}, "rollout_skip.max_dump_steps is -3; give a whole number of 1 or more"),
+        ({"max_dump_steps": 2.5}, "rollout_skip.max_dump_steps is 2.5; give a whole number of 1 or more"),
+        ({"max_dump_steps": True}, "rollout_skip.max_dump_steps is True; give a whole number of 1 or more"),
+        ({"max_disk": "-5GB"}, "rollout_skip.max_disk is '-5GB'; give a number of bytes or a size such as \"200GB\""),
+        ({"max_disk": -5}, "rollout_skip.max_disk is -5; give a number of bytes or a size such as"),
+        ({"max_disk": "200 bananas"}, "rollout_skip.max_disk is '200 bananas'; give a number of bytes or a size"),
+        ({"max_disk": 0}, "rollout_skip.max_disk is 0, so nothing could be recorded; give a size, or null"),
+        ({"steps": "5-3"}, "rollout_skip.steps has '5-3': the range ends before it begins."),
+        ({"steps": [0]}, "rollout_skip.steps has 0: steps are counted from 1."),
+        ({"steps": [-1]}, 'rollout_skip.steps has -1; give "all" or steps and ranges such as [1, 2, "10-20"].'),
+        ({"steps": "some"}, "rollout_skip.steps has 'some'; give \"all\" or steps and ranges"),
+        ({"steps": []}, 'rollout_skip.steps is empty, so no step would be recorded or replayed; give "all"'),
+        ({"steps": [True]}, 'rollout_skip.steps has True; give "all" or steps and ranges'),
+        ({"dump_dir": 7}, "rollout_skip.dump_dir is 7; give an absolute path or a URL such as s3://bucket/folder."),
+        ({"dump_dir": " "}, "rollout_skip.dump_dir is ' '; give an absolute path or a URL"),
+        ({"dump_dir": None}, "rollout_skip.dump_dir is not set and mode is 'cache'. Set it to an absolute path"),
+        ({"source": "run/manifest.json"}, "rollout_skip.source is the relative path 'run/manifest.json'."),
+        ({"mode": "replay", "steps": [1, 2]}, "rollout_skip.steps is 1, 2 and mode is 'replay': the other steps would"),
+        ({"engine": "off"}, "rollout_skip.engine is 'off' and mode 'cache' generates what is not recorded."),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_bad_value_is_refused_with_key_value_and_what_is_allowed(
+    train: Any, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    assert refusal(train(**{"mode": "cache", "dump_dir": str(tmp_path), **settings})).startswith(message)
+
+
+def test_a_block_that_is_a_word_is_refused(verl_config: DictConfig) -> None:
+    config = verl_config.copy()
+    OmegaConf.update(config, "rollout_skip", "cache", force_add=True)
+    assert refusal(config) == "rollout_skip is 'cache'; it must be a block of settings, e.g. rollout_skip.mode=cache."
+
+
+# Where to dump.
+
+
+def test_a_relative_dump_dir_is_refused_because_ray_runs_elsewhere(train: Any) -> None:
+    message = refusal(train(mode="cache", dump_dir="dumps"))
+    assert message.startswith("rollout_skip.dump_dir is the relative path 'dumps'. Ray runs the trainer in a folder")
+    assert message.endswith(f"give an absolute path, e.g. {os.path.abspath('dumps')}")
+    assert "relative path" in refusal(train(mode="cache", dump_dir="file://dumps"))
+
+
+def test_a_tilde_is_expanded_and_a_file_url_is_a_path(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert SkipConfig.from_config(train(mode="cache", dump_dir="~/dumps")).dump_dir == str(tmp_path / "dumps")
+    url = f"file://{tmp_path}/a/../dumps/"
+    assert SkipConfig.from_config(train(mode="cache", dump_dir=url)).dump_dir == str(tmp_path / "dumps")
+
+
+def test_a_url_is_left_as_it_is(train: Any) -> None:
+    assert SkipConfig.from_config(train(mode="cache", dump_dir="s3://bucket/dumps")).dump_dir == "s3://bucket/dumps"
+
+
+@pytest.mark.parametrize("session", ["session_latest", "session_2026-11-16_03-34-47_123456_4711"])
+def test_a_ray_session_folder_is_refused_because_ray_deletes_it(train: Any, session: str) -> None:
+    message = refusal(train(mode="cache", dump_dir=f"/tmp/ray/{session}/dumps"))
+    assert message == (
+        f"rollout_skip.dump_dir is '/tmp/ray/{session}/dumps', inside a Ray session folder, which Ray deletes. "
+        "Choose another."
+    )
+
+
+def test_a_link_into_a_ray_session_is_refused_too(train: Any, tmp_path: Path) -> None:
+    session = tmp_path / "session_2026-11-16_03-34-47_123456_4711"
+    session.mkdir()
+    (tmp_path / "innocent").symlink_to(session)
+    assert "inside a Ray session folder" in refusal(train(mode="cache", dump_dir=str(tmp_path / "innocent" / "dumps")))
+
+
+def test_a_folder_that_only_sounds_like_a_session_is_fine(train: Any, tmp_path: Path) -> None:
+    SkipConfig.from_config(train(mode="cache", dump_dir=str(tmp_path / "session_2026-11-16_mine")))
+
+
+@pytest.mark.parametrize("mode", ["cache", "replay"])
+def test_a_file_in_place_of_the_dump_dir_is_refused(train: Any, tmp_path: Path, mode: str) -> None:
+    file = tmp_path / "dumps"
+    file.write_text("not a folder")
+    for path in (file, file / "deeper"):
+        message = refusal(train(mode=mode, dump_dir=str(path)))
+        assert message == f"rollout_skip.dump_dir is {str(path)!r}, but {str(file)!r} is a file. Choose a folder."
+
+
+def test_a_read_only_file_system_is_refused_for_writing_only(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs(tmp_path)
+    flags = real[:8] + (real.f_flag | os.ST_RDONLY,) + real[9:]
+    # Mounting is not allowed everywhere, so the answer of the system is replaced.
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(flags))
+    message = refusal(train(mode="cache", dump_dir=str(tmp_path / "dumps")))
+    assert message == (
+        f"rollout_skip.dump_dir is '{tmp_path}/dumps', and nothing can be written to '{tmp_path}': its file system is "
+        "mounted read-only."
+    )
+    assert SkipConfig.from_config(train(mode="replay", dump_dir=str(tmp_path / "dumps"))).mode is Mode.REPLAY
+
+
+def test_a_folder_without_permission_is_refused(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # These tests may run as root, who may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, kind: False)
+    assert refusal(train(mode="record", dump_dir=str(tmp_path))).endswith("this user may not write there.")
+
+
+def test_nothing_is_created_by_looking(train: Any, tmp_path: Path) -> None:
+    SkipConfig.from_config(train(mode="cache", dump_dir=str(tmp_path / "a" / "b")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replay_from_a_source_needs_no_dump_dir(train: Any, tmp_path: Path) -> None:
+    source = str(tmp_path / "manifest.json")
+    assert SkipConfig.from_config(train(mode="replay", source=source)).source == source
+    assert "dump_dir is not set and mode is 'cache'" in refusal(train(mode="cache", source=source))
+
+
+# The two keys that users know.
+
+
+def with_old_keys(config: DictConfig, switch: Any, folder: Any) -> DictConfig:
+    OmegaConf.update(config, "actor_rollout_ref.rollout.skip_rollout", switch, force_add=True)
+    OmegaConf.update(config, "actor_rollout_ref.rollout.skip_dump_dir", folder, force_add=True)
+    return config
+
+
+def test_skip_rollout_means_cache(train: Any, tmp_path: Path) -> None:
+    settings = SkipConfig.from_config(with_old_keys(train(), True, str(tmp_path)))
+    assert settings == SkipConfig(mode=Mode.CACHE, dump_dir=str(tmp_path))
+    assert SkipConfig.from_config(with_old_keys(train(), False, str(tmp_path))).mode is Mode.OFF
+
+
+def test_old_and_new_keys_that_agree_are_fine(train: Any, tmp_path: Path) -> None:
+    config = with_old_keys(train(mode="cache", dump_dir=str(tmp_path)), True, str(tmp_path))
+    assert SkipConfig.from_config(config) == SkipConfig(mode=Mode.CACHE, dump_dir=str(tmp_path))
+
+
+def test_the_old_switch_turns_on_a_block_that_came_with_mode_off(train: Any, tmp_path: Path) -> None:
+    for off in ("off", False):
+        config = with_old_keys(train(mode=off, dump_dir=None), True, str(tmp_path))
+        assert SkipConfig.from_config(config).mode is Mode.CACHE
+
+
+def test_old_and_new_keys_that_disagree_are_refused(train: Any, tmp_path: Path) -> None:
+    message = refusal(with_old_keys(train(mode="replay"), True, str(tmp_path)))
+    assert message == (
+        "actor_rollout_ref.rollout.skip_rollout means rollout_skip.mode='cache', and rollout_skip.mode is 'replay'. "
+        "Give only one of the two."
+    )
+    message = refusal(with_old_keys(train(mode="cache", dump_dir="/data/a"), True, "/data/b"))
+    assert message == (
+        "actor_rollout_ref.rollout.skip_dump_dir means rollout_skip.dump_dir='/data/b', and rollout_skip.dump_dir is "
+        "'/data/a'. Give only one of the two."
+    )
+
+
+def test_the_old_switch_is_true_or_false(train: Any) -> None:
+    message = refusal(with_old_keys(train(), "yes", "/data"))
+    assert message == "actor_rollout_ref.rollout.skip_rollout is 'yes'; it is either True (mode cache) or False."
+
+
+def test_the_default_folder_of_verl_0_6_and_0_7_does_not_get_in_the_way(train: Any, tmp_path: Path) -> None:
+    default = "/tmp/rollout_dump"
+    config = with_old_keys(train(mode="record", dump_dir=str(tmp_path)), False, default)
+    assert SkipConfig.from_config(config).dump_dir == str(tmp_path)
+    config = with_old_keys(train(dump_dir=str(tmp_path)), True, default)
+    assert SkipConfig.from_config(config).dump_dir == str(tmp_path)
+    assert SkipConfig.from_config(with_old_keys(train(), True, default)).dump_dir == default
+    assert "dump_dir is not set" in refusal(with_old_keys(train(mode="record"), False, default))
+
+
+# verl's own skip.
+
+
+@pytest.mark.parametrize("block", ["rollout", "rollout_tq", "async_rollout"])
+def test_verl_0_9_s_own_skip_is_refused_and_the_equivalent_keys_are_named(tmp_path: Path, block: str) -> None:
+    config = compose_ppo(f"skip.{block}.enable=true", "+rollout_skip.mode=cache", f"+rollout_skip.dump_dir={tmp_path}")
+    assert refusal(config) == (
+        f"skip.{block}.enable is True: verl's own skip would hide rollouts from this one. Set skip.{block}.enable="
+        f"False; skip.{block}.dump_dir is rollout_skip.dump_dir here, skip.{block}.action is rollout_skip.mode here, "
+        f"skip.{block}.steps is rollout_skip.steps here."
+    )
+
+
+def test_verl_0_8_s_own_skip_is_refused_too(train: Any, tmp_path: Path) -> None:
+    config = train(mode="cache", dump_dir=str(tmp_path))
+    own = {"enable": True, "dump_dir": "~/.verl/rollout_dump", "max_dump_step": 1, "action": "cache"}
+    OmegaConf.update(config, "actor_rollout_ref.rollout.skip", own, force_add=True)
+    message = refusal(config)
+    assert message.startswith("actor_rollout_ref.rollout.skip.enable is True: verl's own skip would hide rollouts")
+    assert "actor_rollout_ref.rollout.skip.max_dump_step is rollout_skip.max_dump_steps here" in message
+
+
+def test_verl_s_own_skip_is_left_alone_while_ours_is_off() -> None:
+    assert SkipConfig.from_config(compose_ppo("skip.rollout.enable=true")).mode is Mode.OFF
+
+
+# Steps and sizes.
+
+
+@pytest.mark.parametrize(
+    ("value", "inside", "outside"),
+    [
+        ("all", [1, 10**9], []),
+        (None, [1, 10**9], []),
+        (5, [5], [4, 6]),
+        ([1, 2, "10-20"], [1, 2, 10, 15, 20], [3, 9, 21]),
+        ("1, 3-4", [1, 3, 4], [2, 5]),
+        (" 7 - 8 ", [7, 8], [6, 9]),
+    ],
+)
+def test_steps_are_words_numbers_and_ranges(value: Any, inside: list[int], outside: list[int]) -> None:
+    steps = parse_steps(value, "steps")
+    assert all(step in steps for step in inside)
+    assert not any(step in steps for step in outside)
+    assert parse_steps(str(steps), "steps") == steps
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(5, 5), ("1000", 1000), ("200GB", 200 * 10**9), ("1.5 TiB", 3 * 2**39), ("7kb", 7000), ("0", 0)],
+)
+def test_sizes_are_read_as_people_write_them(text: int | str, size: int) -> None:
+    assert parse_size(text, "size") == size
+
+
+@pytest.mark.parametrize("text", ["-5GB", -1, "", "GB", "5 XB", "1e9", True, "inf", "nan", "5GB5"])
+def test_what_is_no_size_is_refused(text: int | str) -> None:
+    with pytest.raises(ValueError, match=r"size is .*; give a number of bytes"):
+        parse_size(text, "size")
+
+
+def test_sizes_are_shown_as_people_read_them() -> None:
+    assert [format_size(size) for size in (12, 1500, 23_400_000, 5e12)] == ["12 B", "1.5 KB", "23.4 MB", "5.0 TB"]
+
+
+# The folder and what verl sees.
+
+
+def test_the_run_folder_has_the_name_that_users_know() -> None:
+    overrides = ("trainer.experiment_name=exp", "trainer.project_name=proj", "data.train_batch_size=64")
+    config = compose_ppo(*overrides, "data.gen_batch_size=192", "actor_rollout_ref.rollout.n=8")
+    assert run_name(config) == "exp_proj_TrainGBS64__InferGBS192__N8"
+    assert run_name(compose_ppo(*overrides, "data.gen_batch_size=null")) == "exp_proj_TrainGBS64__InferGBS64__N1"
+
+
+@pytest.mark.parametrize("key", ["data.train_batch_size", "actor_rollout_ref.rollout.n"])
+def test_a_number_that_the_folder_is_named_by_must_be_there(verl_config: DictConfig, key: str) -> None:
+    config = verl_config.copy()
+    OmegaConf.update(config, key, None)
+    with pytest.raises(ConfigError) as caught:
+        run_name(config)
+    assert str(caught.value) == f"{key} is None; it must be a number, because the run folder is named by it."
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "../../etc", ".hidden", "a\\b", "line\nbreak", "nul\0", "", None])
+@pytest.mark.parametrize("key", ["experiment_name", "project_name"])
+def test_a_name_that_would_leave_the_dump_dir_is_refused(verl_config: DictConfig, key: str, name: str | None) -> None:
+    config = verl_config.copy()
+    OmegaConf.update(config, f"trainer.{key}", name)
+    with pytest.raises(ConfigError) as caught:
+        run_name(config)
+    assert str(caught.value).startswith(f"trainer.{key} is {name!r}, which cannot be part of a folder name: it must be")
+
+
+def test_a_name_that_is_too_long_for_a_file_system_is_refused(verl_config: DictConfig) -> None:
+    config = verl_config.copy()
+    OmegaConf.update(config, "trainer.experiment_name", "ü" * 120)
+    with pytest.raises(ConfigError, match=r"file systems allow 255: shorten trainer\.experiment_name"):
+        run_name(config)
+
+
+def test_names_of_all_languages_are_fine(verl_config: DictConfig) -> None:
+    config = verl_config.copy()
+    OmegaConf.update(config, "trainer.experiment_name", "größer 实验 v1.0")
+    assert run_name(config).startswith("größer 实验 v1.0_verl_examples_TrainGBS")
+
+
+def test_verl_s_workers_accept_the_configuration_without_our_keys(tmp_path: Path) -> None:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = compose_ppo(
+        "+rollout_skip.mode=cache",
+        f"+rollout_skip.dump_dir={tmp_path}",
+        "+actor_rollout_ref.rollout.skip_rollout=true",
+        f"+actor_rollout_ref.rollout.skip_dump_dir={tmp_path}",
+    )
+    with pytest.raises(Exception, match=r"skip_rollout|skip_dump_dir"):
+        omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    take_out_skip_keys(config)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).n == 1
+    assert config == compose_ppo()
+
+
+def test_taking_out_keys_that_are_not_there_changes_nothing(verl_config: DictConfig) -> None:
+    config = verl_config.copy()
+    take_out_skip_keys(config)
+    assert config == verl_config
+    assert OmegaConf.is_struct(config) == OmegaConf.is_struct(verl_config)

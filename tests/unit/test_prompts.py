@@ -1,0 +1,141 @@
+"""Messages about inputs that differ, as a user reads them, and the uids of batches of both kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from tests.batches import data_proto, rollout_input, rollout_output
+from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip.prompts import adopt_uids, sampling_of, snapshot, why_not_same
+from verl_rollout_skip.store.store import LoadedEntry
+
+K = RolloutKey(1)
+
+
+def recorded(tmp_path: Path, inputs: Any, rows: int = 8) -> LoadedEntry:
+    store = RolloutStore(tmp_path, background=False)
+    store.put(K, rollout_output(rows), inputs=inputs)
+    return store.load(K)
+
+
+def test_the_same_prompts_with_other_uids_are_the_same(tmp_path: Path) -> None:
+    entry, current = recorded(tmp_path, rollout_input()), rollout_input()
+    current.non_tensor_batch["uid"][:] = "another"
+    assert why_not_same(entry, current) is None
+
+
+def test_a_changed_prompt_is_shown_with_both_texts(tmp_path: Path) -> None:
+    entry, current = recorded(tmp_path, rollout_input()), rollout_input()
+    current.non_tensor_batch["raw_prompt"][3] = [{"role": "user", "content": "What is 9 + 3?"}]
+    text = why_not_same(entry, current)
+    assert text is not None
+    assert text.startswith("1 of 8 rows differ. The first is row 3:\n  raw_prompt: recorded [{")
+    old = rollout_input().non_tensor_batch["raw_prompt"][3][0]["content"]
+    assert old in text.splitlines()[1]
+    assert "current  [{" in text.splitlines()[2]
+    assert "What is 9 + 3?" in text.splitlines()[2]
+
+
+def test_a_changed_answer_alone_is_a_difference(tmp_path: Path) -> None:
+    entry, current = recorded(tmp_path, rollout_input()), rollout_input()
+    current.non_tensor_batch["reward_model"][5] = {"style": "rule", "ground_truth": "6"}
+    text = why_not_same(entry, current)
+    assert text is not None
+    assert "row 5" in text
+    assert '"ground_truth": "6"' in text
+    assert "raw_prompt" not in text
+
+
+def test_another_order_is_called_that(tmp_path: Path) -> None:
+    text = why_not_same(recorded(tmp_path, rollout_input()), rollout_input()[np.arange(7, -1, -1)])
+    assert text is not None
+    assert text.startswith("8 of 8 rows differ; they are the same prompts in another order (another data.seed")
+
+
+def test_a_long_prompt_is_shown_around_the_place_where_it_differs(tmp_path: Path) -> None:
+    inputs, current = rollout_input(2), rollout_input(2)
+    inputs.non_tensor_batch["raw_prompt"][0] = "x" * 5000 + "recorded end"
+    current.non_tensor_batch["raw_prompt"][0] = "x" * 5000 + "current end"
+    text = why_not_same(recorded(tmp_path, inputs, rows=2), current)
+    assert text is not None
+    assert "recorded end" in text
+    assert "current end" in text
+    assert len(text) < 1000
+
+
+def test_inputs_as_verl_061_has_them_are_compared_too(tmp_path: Path) -> None:
+    """There the input has tensors, and the output's prompts are the input's input_ids."""
+    output = rollout_output(4)
+    width = output.batch["prompts"].shape[1]
+
+    def inputs() -> Any:
+        given = rollout_input(4)
+        columns = {
+            "input_ids": output.batch["prompts"].clone(),
+            "attention_mask": output.batch["attention_mask"][:, :width].clone(),
+            "position_ids": output.batch["position_ids"][:, :width].clone(),
+        }
+        proto = data_proto(columns, **{key: value for key, value in given.non_tensor_batch.items() if key != "uid"})
+        proto.meta_info = {"global_steps": 1}
+        return proto
+
+    store = RolloutStore(tmp_path, background=False)
+    store.put(K, output, inputs=inputs())
+    assert why_not_same(store.load(K), inputs()) is None
+    changed = inputs()
+    changed.batch["input_ids"][2, -1] += 1
+    text = why_not_same(store.load(K), changed)
+    assert text is not None
+    assert "row 2" in text
+    assert "input_ids" in text
+
+
+def test_an_entry_without_input_is_no_match(tmp_path: Path) -> None:
+    text = why_not_same(recorded(tmp_path, None), rollout_input())
+    assert text == "the recorded rollout step has no prompts to compare."
+
+
+def test_what_meta_info_says_about_the_run_is_not_sampling() -> None:
+    inputs = rollout_input()
+    inputs.meta_info = {"global_steps": 3, "validate": False, "timing": {}, "do_sample": True, "temperature": 0.7}
+    assert sampling_of(inputs) == {"do_sample": "True", "temperature": "0.7"}
+
+
+@pytest.fixture
+def tensordict() -> TensorDict:
+    uids = NonTensorStack.from_list([NonTensorData(uid) for uid in ("a", "b")])
+    return TensorDict({"x": torch.arange(2), "uid": uids, "temperature": NonTensorData(1.0)}, batch_size=[2])
+
+
+def test_uids_of_a_tensordict_are_adopted(tensordict: TensorDict) -> None:
+    current = tensordict.clone()
+    current.set("uid", NonTensorStack.from_list([NonTensorData(uid) for uid in ("c", "d")]))
+    adopt_uids(tensordict, current)
+    assert tensordict.get("uid").tolist() == ["c", "d"]
+    assert sampling_of(tensordict) == {"temperature": "1.0"}
+
+
+def test_uids_are_added_only_on_request() -> None:
+    batch, inputs = rollout_output(), rollout_input()
+    adopt_uids(batch, inputs)
+    assert "uid" not in batch.non_tensor_batch
+    adopt_uids(batch, inputs, add=True)
+    assert batch.non_tensor_batch["uid"].tolist() == inputs.non_tensor_batch["uid"].tolist()
+
+
+def test_a_snapshot_keeps_its_columns(tensordict: TensorDict) -> None:
+    inputs = rollout_input()
+    kept = snapshot(inputs)
+    inputs.non_tensor_batch.pop("raw_prompt")
+    inputs.meta_info["do_sample"] = False
+    assert "raw_prompt" in kept.non_tensor_batch
+    assert "do_sample" not in kept.meta_info
+    kept = snapshot(tensordict)
+    del tensordict["x"]
+    assert "x" in kept.keys()  # noqa: SIM118 - `in` of a TensorDict asks for something else

@@ -1,0 +1,7 @@
+"""``rollout-skip``: look at recorded rollouts and check them, without verl and without a training."""
+
+from __future__ import annotations
+
+from verl_rollout_skip.cli.command import main
+
+__all__ = ["main"]

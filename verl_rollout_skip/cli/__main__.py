@@ -1,0 +1,10 @@
+"""``python -m verl_rollout_skip.cli``, the same as ``rollout-skip``."""
+
+from __future__ import annotations
+
+import sys
+
+from verl_rollout_skip.cli.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""What came of a rollout step, and of all of them so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_rollout_skip.sizes import format_size
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The outcome of one rollout step: the batch to train on and the input that belongs to it.
+
+    ``inputs`` is the current input, or the recorded one where the recorded batch replaces the current one.
+    ``metrics`` are for the step's log.
+    """
+
+    batch: Any
+    inputs: Any
+    hit: bool
+    metrics: dict[str, float]
+
+
+@dataclass
+class Statistics:
+    """What happened so far. ``not_dumped`` were generated although another rollout has their key."""
+
+    hits: int = 0
+    misses: int = 0
+    dumped: int = 0
+    not_dumped: int = 0
+    dump_failures: int = 0
+    off_policy: int = 0
+    load_s: float = 0.0
+    saved_s: float = 0.0
+    generate_s: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def summary(self, stored_bytes: int) -> str:
+        """One line for the end of a training."""
+        parts = [
+            f"{self.hits + self.misses} rollout steps: {self.hits} loaded in {self.load_s:.1f} s, {self.misses} "
+            f"generated in {self.generate_s:.1f} s; about {self.saved_s:.0f} s saved; {self.dumped} dumped "
+            f"({format_size(stored_bytes)}), {self.dump_failures} dumps failed"
+        ]
+        if self.not_dumped:
+            parts.append(f"{self.not_dumped} not dumped: another rollout has their key (mode refresh replaces it)")
+        if self.off_policy:
+            parts.append(f"{self.off_policy} loaded off-policy")
+        return "; ".join([*parts, *self.notes])

@@ -1,0 +1,129 @@
+"""``Recorder``: the dumps of one training, their manifest, and what becomes of a dump that fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from verl_rollout_skip.errors import DumpError, EntryExistsError, MismatchError, RolloutSkipError
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.layout import gpu_layout
+from verl_rollout_skip.manifest import Manifest, Recording, write_manifest
+from verl_rollout_skip.modes import Mode
+from verl_rollout_skip.outcome import Statistics
+from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.store import RolloutStore
+from verl_rollout_skip.tokenizer import copy_tokenizer
+from verl_rollout_skip.variants import Run
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes generated rollouts into today's own variant."""
+
+    def __init__(self, run: Run, folder: str, statistics: Statistics) -> None:
+        self.run = run
+        self.folder = folder
+        self.store = RolloutStore(folder, background=run.settings.background, max_disk=run.settings.max_disk)
+        self._statistics = statistics
+        self._recording: Recording | None = None
+        self._accepted: set[RolloutKey] = set()
+        self._steps_on_disk: set[int] | None = None
+
+    def dump(self, key: RolloutKey, batch: Any, inputs: Any, info: dict[str, Any]) -> None:
+        """Record a rollout, unless the key is taken or enough steps are recorded."""
+        replace = self.run.settings.mode is Mode.REFRESH
+        if not replace and key in self.store:
+            self._count_taken(key)
+        elif self._within_limit(key) and self._surface(lambda: self._begin(key)):
+            self._accepted.add(key)
+            if not self._surface(lambda: self._put(key, batch, inputs, info, replace)):
+                self._accepted.discard(key)
+            self._count()
+
+    def raise_failures(self) -> None:
+        """Let what has failed in the background since the last time stop the training, if it is to."""
+        self._surface(self.store.raise_failures)
+        self._count()
+
+    def close(self) -> None:
+        """Wait for the dumps and complete the manifest; raise what failed, if it is to stop the training."""
+        try:
+            self._surface(self.store.close)
+        finally:
+            self._count()
+            if self._recording is not None:
+                recording = self._recording
+                self._surface(lambda: recording.save([key.step for key in self._accepted]))
+
+    def _put(self, key: RolloutKey, batch: Any, inputs: Any, info: dict[str, Any], replace: bool) -> None:
+        try:
+            self.store.put(key, batch, inputs=inputs, info=info, replace=replace)
+        except EntryExistsError as error:  # without a background thread; with one it comes among the failures
+            raise DumpError.of([(key, error)]) from error
+
+    def _begin(self, key: RolloutKey) -> None:
+        if self._recording is not None:
+            return
+        storage = open_storage(self.folder)
+        own = Manifest.make(self.run.name, self.run.config, self.run.fingerprint)
+        found = write_manifest(storage, own)
+        if found.fingerprint != own.fingerprint:
+            raise MismatchError(
+                f"{found.path} belongs to other settings with the same short hash. Nothing was written. Use another "
+                "dump_dir."
+            )
+        try:
+            copy_tokenizer(self.run.config, storage)
+        except OSError as error:
+            logger.warning("the tokenizer was not copied beside the dumps: %s", error)
+        recording = Recording(storage, gpu_layout(self.run.config))
+        recording.save([key.step])
+        self._recording = recording
+
+    def _within_limit(self, key: RolloutKey) -> bool:
+        limit = self.run.settings.max_dump_steps
+        if limit is None:
+            return True
+        if self._steps_on_disk is None:
+            self._steps_on_disk = {other.step for other in self.store}
+        steps = self._steps_on_disk | {other.step for other in self._accepted}
+        return key.step in steps or len(steps) < limit
+
+    def _surface(self, action: Callable[[], None]) -> bool:
+        """Do something that may report failed dumps, and let those stop the training only if they are to.
+
+        Returns whether the action itself was done: a failure that it reports may be one of an earlier dump.
+        """
+        try:
+            action()
+        except MismatchError:
+            raise
+        except (RolloutSkipError, OSError) as error:
+            failures = error.failures if isinstance(error, DumpError) else ()
+            self._accepted -= {key for key, _ in failures}
+            serious = [(key, failure) for key, failure in failures if not self._is_taken(key, failure)]
+            if failures and not serious:
+                return True
+            self._statistics.dump_failures += len(serious) or 1
+            if self.run.settings.fails_on_dump_error:
+                raise
+            logger.error("a dump failed, the training goes on: %s", error)
+            return bool(failures)
+        return True
+
+    def _is_taken(self, key: RolloutKey, failure: BaseException) -> bool:
+        """Another process was first with another rollout. That is no failure, except where all must be recorded."""
+        if self.run.settings.mode is Mode.RECORD or not isinstance(failure, EntryExistsError):
+            return False
+        self._count_taken(key)
+        return True
+
+    def _count_taken(self, key: RolloutKey) -> None:
+        self._statistics.not_dumped += 1
+        logger.warning("%s was generated, not dumped: another rollout has its key; mode refresh replaces it", key)
+
+    def _count(self) -> None:
+        self._statistics.dumped = len(self._accepted)
