@@ -103,8 +103,8 @@ def snapshot(batch: Batch) -> Part:
     size = len(meta["json"]) + sum(map(len, meta["blobs"]))
     if size > _MAX_META_BYTES:
         raise UnsupportedBatchError(
-            f"Cannot store meta_info of {format_size(size)}: up to {format_size(_MAX_META_BYTES)} go into the description of "
-            "the file. What has one row a trajectory belongs in the batch."
+            f"Cannot store meta_info of {format_size(size)}: up to {format_size(_MAX_META_BYTES)} go into the "
+            "description of the file. What has one row a trajectory belongs in the batch."
         )
     return Part(batch, objects, meta, lasting_meta)
 
