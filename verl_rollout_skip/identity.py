@@ -56,7 +56,7 @@ def file_identity(path: str) -> str:
 
 
 def code_identity(path: str) -> str:
-    """A source file, by its path or as ``pkg://package.module``. What it imports is not looked at."""
+    """A source file, by its path or as pkg://package.module. What it imports is not looked at."""
     if path.startswith("pkg://"):
         return module_identity(path.removeprefix("pkg://").replace("/", "."))
     return file_identity(path.removeprefix("file://"))

@@ -286,7 +286,7 @@ def rules_as_markdown() -> str:
         lines.append(f"| {patterns} | {effect.value} | {reason} |")
     lines += ["", _CONTENT, "| setting | what counts |", "|---|---|"]
     for pattern, identities in IDENTITIES.items():
-        kinds = ", ".join((identify.__doc__ or "").split(".")[0] for identify in identities.values())
+        kinds = ", ".join((identify.__doc__ or "").partition(". ")[0].rstrip(".") for identify in identities.values())
         lines.append(f"| `{pattern}` | {kinds} |")
     return "\n".join(lines) + "\n"
 
