@@ -140,14 +140,22 @@ def read_manifest(storage: Storage, folder: str = HERE) -> Manifest | None:
 
 
 def _recordings(storage: Storage) -> list[dict[str, Any]]:
-    found = []
+    found, damaged = read_recordings(storage)
+    for error in damaged:
+        logger.warning("left out, the rollouts themselves do not depend on it: %s", error)
+    return found
+
+
+def read_recordings(storage: Storage) -> tuple[list[dict[str, Any]], list[ManifestError]]:
+    """What each process that recorded here has written down, and what is wrong with those that cannot be read."""
+    found, damaged = [], []
     for name in sorted(storage.names(_RECORDINGS)):
         if name.endswith(".json") and not name.startswith("."):
             try:
                 found.append(_parse(storage.read(_RECORDINGS, name, _MAX_BYTES), storage.where(_RECORDINGS, name)))
             except ManifestError as error:
-                logger.warning("left out, the rollouts themselves do not depend on it: %s", error)
-    return found
+                damaged.append(error)
+    return found, damaged
 
 
 def _publish(storage: Storage, folder: str, name: str, data: bytes, replace: bool) -> None:

@@ -153,6 +153,16 @@ def test_verify_checks_the_manifest(tmp_path: Path, capsys: Any, spoil: Any, wor
     assert main(["ls", str(training.dumps)]) == 0, "what is there can still be listed"
 
 
+def test_verify_names_a_damaged_recording(tmp_path: Path, capsys: Any) -> None:
+    training = Training(tmp_path)
+    training.record(K1)
+    [recording] = (training.variants()[0] / "recordings").iterdir()
+    recording.write_text(recording.read_text().replace("steps", "stops"))
+    assert main(["verify", str(training.dumps), "--json"]) == 1
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert recording.name in problem["error"]
+
+
 def test_verify_tells_of_entries_that_a_training_set_aside(damaged: Path, capsys: Any) -> None:
     training = Training(damaged.parents[2])
     with training.open("cache") as skip:

@@ -10,6 +10,7 @@ from rich.progress import Progress
 from verl_rollout_skip.cli.folders import Variant
 from verl_rollout_skip.cli.text import safe
 from verl_rollout_skip.errors import RolloutSkipError
+from verl_rollout_skip.manifest import read_recordings
 from verl_rollout_skip.store import names
 
 _NO_MANIFEST = "There is no manifest, so nobody knows from which settings the rollouts come, and no training uses them."
@@ -33,6 +34,7 @@ def collect(variants: list[Variant], quiet: bool) -> dict[str, Any]:
                 except (RolloutSkipError, OSError) as error:
                     problems.append(_problem(variant, str(error), key.step, key.gen_batch))
                 checked += 1
+            problems += [_problem(variant, str(error)) for error in read_recordings(variant.storage)[1]]
             if variant.manifest_error is not None:
                 problems.append(_problem(variant, variant.manifest_error))
             elif variant.manifest is None and by_training:
