@@ -739,7 +739,7 @@ OTHERS: list[Any] = [
 
 
 def strange_value(chance: random.Random) -> Any:
-    value: Any = chance.choice([chance.choice(WORDS), chance.choice(NUMBERS), chance.choice(OTHERS)])
+    value: Any = chance.choice([chance.choice(WORDS), chance.choice(NUMBERS), copy.deepcopy(chance.choice(OTHERS))])
     for _ in range(chance.choice([0, 0, 0, 0, 1, 2, 150])):
         value = [value]
     return value
