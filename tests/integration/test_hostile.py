@@ -380,6 +380,23 @@ def test_a_footer_that_lies_about_sizes_is_not_believed(tmp_path: Path, fork: Ca
         assert refused(load_in_a_fence(fork, forger, allowed=200_000_000)), change
 
 
+def test_a_footer_that_contradicts_its_own_schema_does_not_crash_the_process(
+    forger: Forger, fork: Callable[..., Forked]
+) -> None:
+    """The schema says that a column is never null, the statistics count nulls: pyarrow throws where nobody catches."""
+    start = len(forger.data) - 8 - int.from_bytes(forger.data[-8:-4], "little")
+    forged = 0
+    for name in forger.table.schema.names:
+        # A field of a schema in Thrift's compact protocol: repetition (1: optional, 0: required), then the name.
+        end = b"\x18" + bytes([len(name)]) + name.encode()
+        footer = forger.data[start:].replace(b"\x25\x02" + end, b"\x25\x00" + end)
+        if footer != forger.data[start:]:
+            forged += 1
+            forger.commit(forger.data[:start] + footer)
+            load_in_a_fence(fork, forger)
+    assert forged >= 2
+
+
 DEEP = b"[" * 200_000 + b"]" * 200_000
 
 

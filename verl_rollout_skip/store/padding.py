@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
