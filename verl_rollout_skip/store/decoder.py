@@ -25,7 +25,7 @@ from verl_rollout_skip.store.columns import cell_type
 from verl_rollout_skip.store.format import METADATA_KEY, check_version
 from verl_rollout_skip.store.forms import FORMS, Form, Reading, Same, form_from_json, natural
 from verl_rollout_skip.store.padding import Spans
-from verl_rollout_skip.store.pages import check_pages
+from verl_rollout_skip.store.pages import read_columns
 from verl_rollout_skip.store.table import ColumnReader
 from verl_rollout_skip.store.threads import map_in_threads, worker_count
 
@@ -49,8 +49,8 @@ class Reader:
         self._limit = limit
         with damage_is_corruption():
             self._data = pa.py_buffer(data)
+            self._columns = read_columns(memoryview(self._data).cast("B"))
             self._metadata = pq.read_metadata(pa.BufferReader(self._data))
-            check_pages(memoryview(self._data).cast("B"), self._metadata)
             self._spec = self._read_spec()
             key, rows = self._spec["key"], self._spec["rows"]
             self.key = RolloutKey(*key)
@@ -130,13 +130,11 @@ class Reader:
         weights = {name: 0 for part in parts for name in part.number_columns}
         weights |= {name: _OBJECT_BYTES for part in parts for name in part.object_columns}
         stored = dict.fromkeys(weights, 0)
-        for group in range(self._metadata.num_row_groups):
-            for index in range(self._metadata.num_columns):
-                column = self._metadata.row_group(group).column(index)
-                name = column.path_in_schema.split(".")[0]
-                if name in weights:
-                    width = weights[name] or _WIDTHS.get(column.physical_type, 8)
-                    stored[name] += max(column.total_uncompressed_size, column.num_values * width)
+        for chunk in self._columns:
+            name = chunk.path.split(".")[0]
+            if name in weights:
+                width = weights[name] or _WIDTHS.get(chunk.physical, 8)
+                stored[name] += max(chunk.uncompressed, chunk.num_values * width)
         # Columns are read a few at a time and let go when they are decoded; Python objects stay.
         needed = sum(sorted(stored.values())[-worker_count() :])
         needed += sum(size for name, size in stored.items() if weights[name])

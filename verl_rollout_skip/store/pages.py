@@ -1,73 +1,138 @@
-"""The sizes that the pages of a Parquet file claim, read before Arrow believes them.
+"""The sizes that a Parquet file claims in its footer and in its pages, read before Arrow believes them.
 
 The footer of a hostile file can say that a column is small while its pages expand to any size. Each page begins with a
-Thrift header that gives its sizes; adding those up costs microseconds a page and bounds what Arrow will allocate. Only
-what is needed of Thrift's compact protocol is read here.
+Thrift header that gives its sizes; adding those up costs microseconds a page and bounds what Arrow will allocate. Both
+are read here rather than through pyarrow's ``ColumnChunkMetaData``, which ends the process on a footer that contradicts
+its own schema. Only what Parquet uses of Thrift's compact protocol is known.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from verl_rollout_skip.errors import CorruptEntryError
 
-_I32_FIELDS = {2: "uncompressed", 3: "compressed"}
-_PAGE_KINDS = (5, 7, 8)  # data page, dictionary page, data page of version 2: each holds its number of values first
+_MAGIC = b"PAR1"
+_DICTIONARY_PAGE = 2
+_PHYSICAL = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
+_MAX_DEPTH = 16
 
 
-def check_pages(data: memoryview, metadata: Any) -> None:
-    """Raise ``CorruptEntryError`` if the pages of a column claim more than the footer says of the column."""
-    for group in range(metadata.num_row_groups):
-        for index in range(metadata.num_columns):
-            column = metadata.row_group(group).column(index)
-            _check_column(data, column)
+@dataclass(frozen=True)
+class ColumnChunk:
+    """What the footer says of one column in one row group."""
+
+    path: str
+    physical: str
+    num_values: int
+    uncompressed: int
+    compressed: int
+    start: int
 
 
-def _check_column(data: memoryview, column: Any) -> None:
+def read_columns(data: memoryview) -> list[ColumnChunk]:
+    """The column chunks of a file, after their pages were found to have the sizes that the footer says."""
+    length = int.from_bytes(data[-8:-4], "little")
+    if len(data) < 12 or bytes(data[-4:]) != _MAGIC or length > len(data) - 12:
+        raise CorruptEntryError("It does not end as a Parquet file does.")
+    footer = _Thrift(data, len(data) - 8 - length, len(data) - 8).struct()
+    chunks = []
+    for group in _list(footer.get(4)):
+        for column in _list(_struct(group).get(1)):
+            chunk = _column_chunk(_struct(_struct(column).get(3)))
+            _check_pages(data, chunk)
+            chunks.append(chunk)
+    return chunks
+
+
+def _column_chunk(meta: dict[int, Any]) -> ColumnChunk:
     # An offset of 0 is none: a column without rows has no data page.
-    offsets = [column.data_page_offset, column.dictionary_page_offset if column.has_dictionary_page else None]
-    start = min((offset for offset in offsets if offset), default=0)
-    position, end = start, start + column.total_compressed_size
-    if not 0 <= start <= end <= len(data):
-        raise CorruptEntryError(f"Column {column.path_in_schema!r} does not lie within the file.")
+    offsets = [_integer(meta.get(field, 0)) for field in (9, 11)]
+    physical = _integer(meta.get(1))
+    if not 0 <= physical < len(_PHYSICAL):
+        raise CorruptEntryError(f"The file has a column of type {physical}, which Parquet does not know.")
+    return ColumnChunk(
+        path=".".join(bytes(part).decode("utf-8", "replace") for part in _list(meta.get(3))),
+        physical=_PHYSICAL[physical],
+        num_values=_integer(meta.get(5)),
+        uncompressed=_integer(meta.get(6)),
+        compressed=_integer(meta.get(7)),
+        start=min((offset for offset in offsets if offset), default=0),
+    )
+
+
+def _check_pages(data: memoryview, chunk: ColumnChunk) -> None:
+    position, end = chunk.start, chunk.start + chunk.compressed
+    if min(chunk.start, chunk.compressed, chunk.num_values, chunk.uncompressed) < 0 or end > len(data):
+        raise CorruptEntryError(f"Column {chunk.path!r} does not lie within the file.")
     uncompressed = values = 0
     while position < end:
-        header = _Header(data, position, end)
-        values += header.values if header.kind != 7 else 0
-        uncompressed += header.uncompressed + header.position - position
-        position = header.position + header.compressed
-    if position != end or values != column.num_values or uncompressed != column.total_uncompressed_size:
-        raise CorruptEntryError(f"The pages of column {column.path_in_schema!r} have other sizes than the file says.")
+        thrift = _Thrift(data, position, end)
+        header = thrift.struct()
+        page = [header[field] for field in (5, 7, 8) if field in header]
+        sizes = [_integer(header.get(field)) for field in (2, 3)] + [_integer(_struct(kind).get(1)) for kind in page]
+        if len(page) != 1 or min(sizes) < 0:
+            raise CorruptEntryError(f"A page of column {chunk.path!r} has a size that no page has.")
+        values += 0 if header.get(1) == _DICTIONARY_PAGE else sizes[2]
+        uncompressed += sizes[0] + thrift.position - position
+        position = thrift.position + sizes[1]
+    if position != end or values != chunk.num_values or uncompressed != chunk.uncompressed:
+        raise CorruptEntryError(f"The pages of column {chunk.path!r} have other sizes than the file says.")
 
 
-class _Header:
-    """One page header: the sizes of the page, its number of values, and where the page itself begins."""
+class _Thrift:
+    """A reader of Thrift's compact protocol: structs become dicts by field number, text stays bytes."""
 
     def __init__(self, data: memoryview, position: int, end: int) -> None:
         self._data = data
         self._end = end
         self.position = position
-        self.uncompressed = self.compressed = self.values = self.kind = 0
+
+    def struct(self, depth: int = _MAX_DEPTH) -> dict[int, Any]:
+        fields: dict[int, Any] = {}
         number = 0
         while True:
-            kind, number = self._field(number)
+            byte = self._byte()
+            delta, kind = byte >> 4, byte & 0x0F
             if kind == 0:
-                break
-            if number in _I32_FIELDS and kind == 5:
-                setattr(self, _I32_FIELDS[number], self._integer())
-            elif number in _PAGE_KINDS and kind == 12:
-                self.kind = number
-                self.values = self._first_integer()
-            else:
-                self._skip(kind)
-        if min(self.uncompressed, self.compressed, self.values) < 0:
-            raise CorruptEntryError("A page of the file has a negative size.")
+                return fields
+            number = number + delta if delta else self._zigzag()
+            # A boolean field is its type.
+            fields[number] = kind == 1 if kind in (1, 2) else self._value(kind, depth)
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if depth == 0:
+            raise CorruptEntryError("The description of the file is nested too deeply.")
+        if kind in (1, 2, 3):
+            return self._byte()
+        if kind in (4, 5, 6):
+            return self._zigzag()
+        if kind == 7:
+            return self._bytes(8)
+        if kind == 8:
+            return self._bytes(self._varint())
+        if kind in (9, 10):
+            byte = self._byte()
+            size = self._varint() if byte >> 4 == 15 else byte >> 4
+            if size > self._end - self.position:
+                raise CorruptEntryError("The file claims a list that is longer than the file.")
+            return [self._value(byte & 0x0F, depth - 1) for _ in range(size)]
+        if kind == 12:
+            return self.struct(depth - 1)
+        raise CorruptEntryError(f"The description of the file holds a field of type {kind}, unknown there.")
 
     def _byte(self) -> int:
         if self.position >= self._end:
-            raise CorruptEntryError("A page header of the file is cut off.")
+            raise CorruptEntryError("The description of the file, or of a page of it, is cut off.")
         self.position += 1
         return self._data[self.position - 1]
+
+    def _bytes(self, size: int) -> memoryview:
+        if size > self._end - self.position:
+            raise CorruptEntryError("The description of the file, or of a page of it, is cut off.")
+        self.position += size
+        return self._data[self.position - size : self.position]
 
     def _varint(self) -> int:
         value = shift = 0
@@ -78,52 +143,26 @@ class _Header:
                 return value
             shift += 7
             if shift > 63:
-                raise CorruptEntryError("A page header of the file is malformed.")
+                raise CorruptEntryError("The description of the file holds a malformed number.")
 
-    def _integer(self) -> int:
+    def _zigzag(self) -> int:
         value = self._varint()
         return (value >> 1) ^ -(value & 1)
 
-    def _field(self, previous: int) -> tuple[int, int]:
-        """Type and number of the next field; type 0 ends a struct."""
-        byte = self._byte()
-        delta, kind = byte >> 4, byte & 0x0F
-        if kind == 0:
-            return 0, 0
-        return kind, previous + delta if delta else self._integer()
 
-    def _first_integer(self) -> int:
-        """The first field of a struct, an integer; the rest of the struct is skipped."""
-        found = number = 0
-        while True:
-            kind, number = self._field(number)
-            if kind == 0:
-                return found
-            if number == 1 and kind == 5:
-                found = self._integer()
-            else:
-                self._skip(kind)
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise CorruptEntryError("The description of the file has no list where one belongs.")
+    return value
 
-    def _skip(self, kind: int, depth: int = 8) -> None:
-        if depth == 0:
-            raise CorruptEntryError("A page header of the file is nested too deeply.")
-        if kind in (1, 2):  # a boolean is its type
-            return
-        if kind == 3:
-            self._byte()
-        elif kind in (4, 5, 6):
-            self._varint()
-        elif kind == 7:
-            self.position += 8
-        elif kind == 8:
-            length = self._varint()  # moves the position itself
-            self.position += length
-        elif kind == 12:
-            number = 0
-            while True:
-                inner, number = self._field(number)
-                if inner == 0:
-                    return
-                self._skip(inner, depth - 1)
-        else:
-            raise CorruptEntryError(f"A page header of the file holds a field of type {kind}, unknown there.")
+
+def _struct(value: Any) -> dict[int, Any]:
+    if not isinstance(value, dict):
+        raise CorruptEntryError("The description of the file has no structure where one belongs.")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise CorruptEntryError("The description of the file has no number where one belongs.")
+    return value
