@@ -15,7 +15,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from verl_rollout_skip.store import codec
-from verl_rollout_skip.store.batch import Batch, take_apart
+from verl_rollout_skip.store.batch import Batch, BatchKind, take_apart
 from verl_rollout_skip.store.store import LoadedEntry
 
 UID = "uid"
@@ -27,6 +27,10 @@ _SHOWN_KEYS = 4
 # What meta_info says about the run rather than about how to sample. Anything else counts: REMAX, for example, asks for
 # its greedy baseline with do_sample=False.
 _NOT_SAMPLING = {"global_steps", "validate", "timing"}
+
+
+class OtherInput(Exception):
+    """The current input of a rollout step is not the one of an entry; says how it differs."""
 
 
 def meta_of(inputs: Any) -> dict[str, Any]:
@@ -57,6 +61,8 @@ def why_not_same(entry: LoadedEntry, inputs: Any) -> str | None:
 
     Everything that was put into the step counts: prompts, answers, data source …, and how they were to be sampled.
     """
+    if entry.input_kind not in (None, _kind(inputs)):
+        return _other_trainer(entry)
     recorded, current = entry.prompt_digests(), codec.prompt_digests(inputs)
     if recorded is None or current is None:
         which = "recorded" if recorded is None else "current"
@@ -76,6 +82,8 @@ def why_no_replacement(entry: LoadedEntry, recorded: Any, inputs: Any) -> str | 
     """Why the recorded input cannot take the place of the current one whole; None if it can."""
     if recorded is None:
         return "it was recorded without its input."
+    if entry.input_kind is not _kind(inputs):
+        return _other_trainer(entry)
     if len(recorded) != len(inputs):
         return (
             f"{len(recorded)} rows are recorded and the current batch has {len(inputs)}. Use the batch sizes of the "
@@ -98,6 +106,19 @@ def adopt_uids(batch: Any, inputs: Any, add: bool = False) -> None:
         batch.set(UID, current)
     else:
         batch.non_tensor_batch[UID] = current
+
+
+def _kind(batch: Any) -> BatchKind:
+    return BatchKind.TENSORDICT if isinstance(batch, TensorDict) else BatchKind.DATAPROTO
+
+
+def _other_trainer(entry: LoadedEntry) -> str:
+    which = {BatchKind.DATAPROTO: ("V0", "V1"), BatchKind.TENSORDICT: ("V1", "V0")}
+    recorded, current = which[entry.input_kind or BatchKind.DATAPROTO]
+    return (
+        f"it was recorded by one of verl's {recorded} trainers, whose rollouts have another shape than those of the "
+        f"{current} trainers. Set trainer.use_v1={recorded == 'V1'}, or record anew."
+    )
 
 
 def _uids(batch: Any) -> Any:

@@ -244,6 +244,7 @@ def delete_and_put(storage: Any) -> None:
 
 ACTIONS: dict[str, Callable[[Any], Any]] = {
     "first put": lambda storage: put_through(storage, 1, replace=False),
+    "put on a taken key": lambda storage: put_through(storage, 1, replace=False),
     "replace": lambda storage: put_through(storage, 2, replace=True),
     "delete": delete_through,
     "get": lambda storage: commit.load(storage, K, 1 << 40),

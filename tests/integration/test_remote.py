@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow.parquet as pq
 import pytest
+import torch
+from s3fs import S3FileSystem
+from tensordict import TensorDict
 from verl import DataProto
 
 from tests.batches import assert_same_batch, rollout_input, rollout_output
@@ -101,8 +105,6 @@ def test_what_is_put_comes_back_with_its_input_and_its_record(place: Place) -> N
 
 
 def test_anyone_can_read_the_parquet_file_with_pyarrow_alone(place: Place) -> None:
-    import pyarrow.parquet as pq
-
     place.store().put(K, rollout(1))
     with place.files.open(place.path("gen_000.parquet")) as file:
         assert pq.read_table(file).num_rows == 4
@@ -353,10 +355,6 @@ def test_a_large_rollout_is_uploaded_in_parts_and_still_one_writer_wins(
     s3: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """s3fs uploads more than a hundred megabytes in parts; here it does so from ten on, to save time."""
-    import torch
-    from s3fs import S3FileSystem
-    from tensordict import TensorDict
-
     whole = S3FileSystem._pipe_file
 
     async def in_parts(self: Any, path: str, data: bytes, **options: Any) -> Any:
@@ -387,8 +385,6 @@ def test_a_server_without_conditional_puts_keeps_the_first_rollout_too(
     s3: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not every server that speaks S3 knows If-None-Match; some take the request and ignore the header."""
-    from s3fs import S3FileSystem
-
     real = S3FileSystem._call_s3
 
     async def ignore_the_condition(self: Any, method: str, *arguments: Any, **options: Any) -> Any:

@@ -30,6 +30,13 @@ def test_the_same_prompts_with_other_uids_are_the_same(tmp_path: Path) -> None:
     assert why_not_same(entry, current) is None
 
 
+def test_the_same_columns_in_another_order_are_the_same(tmp_path: Path) -> None:
+    """verl takes the columns of a rollout step's input out of a set, so their order changes from process to process."""
+    entry, current = recorded(tmp_path, rollout_input()), rollout_input()
+    current.non_tensor_batch = dict(reversed(current.non_tensor_batch.items()))
+    assert why_not_same(entry, current) is None
+
+
 def test_a_changed_prompt_is_shown_with_both_texts(tmp_path: Path) -> None:
     entry, current = recorded(tmp_path, rollout_input()), rollout_input()
     current.non_tensor_batch["raw_prompt"][3] = [{"role": "user", "content": "What is 9 + 3?"}]

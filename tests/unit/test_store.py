@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +32,7 @@ from verl_rollout_skip.errors import (
     StoreError,
     UnsupportedBatchError,
 )
+from verl_rollout_skip.store.local import LocalStorage
 
 K = RolloutKey(1)
 
@@ -104,11 +107,12 @@ def test_the_same_rollout_again_is_no_error_and_another_one_is(store: RolloutSto
     assert_same_batch(rollout_output(4, seed=1), store.get(K))
 
 
-def test_the_same_rollout_with_other_timings_and_uids_is_the_same_rollout(store: RolloutStore) -> None:
+def test_the_same_rollout_with_other_timings_uids_and_order_of_columns_is_the_same_rollout(store: RolloutStore) -> None:
     batch, again = rollout_output(4), rollout_output(4)
     given, given_again = rollout_input(4), rollout_input(4)
     again.meta_info["timing"] = {"agent_loop/generate_sequences/mean": 99.0}
     given_again.non_tensor_batch["uid"][:] = "another"
+    given_again.non_tensor_batch = dict(reversed(given_again.non_tensor_batch.items()))
     store.put(K, batch, inputs=given)
     store.put(K, again, inputs=given_again)
     with pytest.raises(EntryExistsError):
@@ -525,8 +529,6 @@ def test_prune_keeps_what_may_still_be_needed_and_says_what_it_removed(store: Ro
 
 def test_prune_removes_an_old_temporary_file_even_if_its_process_number_lives_again(store: RolloutStore) -> None:
     """Numbers of processes come round; no dump takes two days."""
-    from verl_rollout_skip.store.local import LocalStorage
-
     store.put(K, rollout_output(4))
     folder = Path(store.path) / "step_000001"
     staged = LocalStorage(store.path).stage("step_000001")
@@ -539,9 +541,6 @@ def test_prune_removes_an_old_temporary_file_even_if_its_process_number_lives_ag
 
 
 def test_importing_the_package_loads_neither_torch_nor_verl() -> None:
-    import subprocess
-    import sys
-
     script = "import sys, verl_rollout_skip; print(sorted({'torch', 'verl', 'ray', 'pyarrow'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

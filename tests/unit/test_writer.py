@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -307,8 +308,6 @@ def test_an_error_of_the_training_is_not_hidden_by_one_of_the_dumps(
 
 def test_work_in_threads_is_done_exactly_once_even_if_threads_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter shuts down between two submits: what was already submitted must not be done again."""
-    from concurrent.futures import ThreadPoolExecutor
-
     real = ThreadPoolExecutor.submit
     submitted: list[int] = []
 

@@ -17,9 +17,9 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -32,7 +32,7 @@ from verl_rollout_skip.errors import (
     UnreadableEntryError,
 )
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.store import codec, names
+from verl_rollout_skip.store import names
 from verl_rollout_skip.store.entry import (
     MAX_RECORD_BYTES,
     EntryRecord,
@@ -40,7 +40,11 @@ from verl_rollout_skip.store.entry import (
     parse_record,
     record_bytes,
 )
-from verl_rollout_skip.store.storage import Storage
+from verl_rollout_skip.store.local import is_own_leftover
+from verl_rollout_skip.store.storage import FileInfo, Staged, Storage
+
+if TYPE_CHECKING:
+    from verl_rollout_skip.store import codec
 
 logger = logging.getLogger(__name__)
 
@@ -69,30 +73,57 @@ def commit(
     If the key is taken, the entry that is there stays: the same rollout is no error, another one is. To tell, it is
     read, but not if it has more than ``limit`` bytes.
     """
-    folder = names.folder_name(key)
+    from verl_rollout_skip.store import codec  # late: it needs torch, and those who only look at records do not
+
     started = time.perf_counter()
-    with storage.stage(folder) as staged:
+    with storage.stage(names.folder_name(key)) as staged:
         summary = codec.write(prepared, key, staged.stream)
         staged.stream.close()
         record = make_record(key, summary, staged.digest, staged.size, time.perf_counter() - started, info)
-        if replace or storage.info(folder, names.data_name(key)) is None:
-            admit(staged.size + len(record_bytes(record)))
-        pending = f"{names.pending_prefix(key, record.digest)}{secrets.token_hex(6)}.json"
-        _put(storage, folder, pending, record_bytes(record))
-        try:
-            storage.publish(staged, names.data_name(key), replace)
-        except FileExistsError:
-            # Unless a put was sent twice because its answer was lost: then our bytes are in place, without a record.
-            if not _is_in_place(storage, key, record) or _is_named(storage, key, record.digest):
+        return _publish(storage, staged, record, record_bytes(record), replace, limit, admit)
+
+
+def commit_copy(storage: Storage, key: RolloutKey, record: bytes, data: Any, limit: int = 1 << 40) -> EntryRecord:
+    """Commit an entry that is recorded elsewhere, it and its record byte for byte. A taken key is as in ``commit``."""
+    parsed = parse_record(record, key)
+    with storage.stage(names.folder_name(key)) as staged:
+        staged.write(data)
+        if (staged.digest, staged.size) != (parsed.digest, parsed.bytes):
+            raise CorruptEntryError(
+                f"The entry of {key} was not copied: {staged.size} bytes with digest {staged.digest} arrived, and its "
+                f"record says {parsed.bytes} bytes with digest {parsed.digest}."
+            )
+        return _publish(storage, staged, parsed, record, replace=False, limit=limit)
+
+
+def _publish(
+    storage: Storage,
+    staged: Staged,
+    record: EntryRecord,
+    record_data: bytes,
+    replace: bool,
+    limit: int,
+    admit: Callable[[int], None] = lambda size: None,
+) -> EntryRecord:
+    key, folder = record.key, names.folder_name(record.key)
+    if replace or storage.info(folder, names.data_name(key)) is None:
+        admit(staged.size + len(record_data))
+    pending = f"{names.pending_prefix(key, record.digest)}{secrets.token_hex(6)}.json"
+    _put(storage, folder, pending, record_data)
+    try:
+        storage.publish(staged, names.data_name(key), replace)
+    except FileExistsError:
+        # Unless a put was sent twice because its answer was lost: then our bytes are in place, without a record.
+        if not _is_in_place(storage, key, record) or _is_named(storage, key, record.digest):
+            storage.delete(folder, pending)
+            return _same_or_error(storage, key, record, limit)
+    except BaseException:
+        # The deed may be done all the same, and then the pending record is the only one.
+        with contextlib.suppress(OSError, StoreError):
+            if not _is_in_place(storage, key, record):
                 storage.delete(folder, pending)
-                return _same_or_error(storage, key, record, limit)
-        except BaseException:
-            # The deed may be done all the same, and then the pending record is the only one.
-            with contextlib.suppress(OSError, StoreError):
-                if not _is_in_place(storage, key, record):
-                    storage.delete(folder, pending)
-            raise
-        _name_record(storage, key, record, pending)
+        raise
+    _name_record(storage, record, record_data, pending)
     return record
 
 
@@ -137,10 +168,16 @@ def load(storage: Storage, key: RolloutKey, limit: int) -> Committed:
     )
 
 
-def read_record(storage: Storage, key: RolloutKey, limit: int) -> EntryRecord:
-    """The record of a committed entry, without reading the Parquet file where that is possible."""
+def read_record(
+    storage: Storage, key: RolloutKey, limit: int, files: Mapping[str, FileInfo] | None = None
+) -> EntryRecord:
+    """The record of a committed entry, without reading the Parquet file where that is possible.
+
+    ``files`` are those of the step's folder by name, if the caller has listed it.
+    """
     folder = names.folder_name(key)
-    files = {file.name: file for file in storage.files(folder)}
+    if files is None:
+        files = {file.name: file for file in storage.files(folder)}
     data = files.get(names.data_name(key))
     pending = any(names.parse_pending(name) == key.gen_batch for name in files)
     if data is not None and not pending and names.record_name(key) in files:
@@ -182,12 +219,12 @@ def _put(storage: Storage, folder: str, name: str, data: bytes, replace: bool = 
         storage.publish(staged, name, replace)
 
 
-def _name_record(storage: Storage, key: RolloutKey, record: EntryRecord, pending: str) -> None:
-    folder, name = names.folder_name(key), names.record_name(key)
+def _name_record(storage: Storage, record: EntryRecord, record_data: bytes, pending: str) -> None:
+    key, folder, name = record.key, names.folder_name(record.key), names.record_name(record.key)
     try:
         aside = _move_aside(storage, key)
         try:
-            _put(storage, folder, name, record_bytes(record), replace=False)
+            _put(storage, folder, name, record_data, replace=False)
         except FileExistsError:
             return  # another writer was quicker; ours stays pending
         if aside is None:
@@ -212,7 +249,13 @@ def _move_aside(storage: Storage, key: RolloutKey) -> str | None:
 
 
 def _same_or_error(storage: Storage, key: RolloutKey, record: EntryRecord, limit: int) -> EntryRecord:
-    present = load(storage, key, limit).record
+    try:
+        present = load(storage, key, limit).record
+    except EntryNotFoundError:
+        raise EntryExistsError(
+            f"{key} was recorded by another process when this rollout was to be written, and deleted since. Nothing "
+            "was written: put it again."
+        ) from None
     if present.content == record.content:
         return present
     raise EntryExistsError(
@@ -243,7 +286,18 @@ def _is_named(storage: Storage, key: RolloutKey, digest: str) -> bool:
         return False
 
 
-def is_pending_needed(storage: Storage, folder: str, key: RolloutKey, pending: str) -> bool:
+def is_leftover(storage: Storage, folder: str, file: FileInfo, older_than_s: float) -> bool:
+    """Whether a writer that died left this file behind: temporary, or a pending record that no entry needs."""
+    old = time.time() - file.changed > older_than_s
+    if file.name.startswith(names.TEMPORARY):
+        return old or bool(is_own_leftover(file.name))
+    gen_batch, step = names.parse_pending(file.name), names.parse_folder(folder)
+    if gen_batch is None or step is None or not old:
+        return False
+    return not _is_pending_needed(storage, folder, RolloutKey(step, gen_batch), file.name)
+
+
+def _is_pending_needed(storage: Storage, folder: str, key: RolloutKey, pending: str) -> bool:
     """Whether an entry has no other record than this pending one."""
     data = _read_record(storage, folder, pending)
     try:

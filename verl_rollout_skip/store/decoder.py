@@ -58,6 +58,7 @@ class Reader:
                 raise CorruptEntryError(f"The file claims {rows!r} rows and holds {self._metadata.num_rows}.")
             self.rows: int = rows
             self.has_input = self._spec["input"] is not None
+            self.input_kind = BatchKind(self._spec["input"]["kind"]) if self.has_input else None
 
     def output(self) -> Batch:
         """The recorded batch."""

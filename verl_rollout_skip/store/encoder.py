@@ -100,12 +100,12 @@ def write(prepared: Prepared, key: RolloutKey, sink: Any) -> Summary:
     extras = _extra_columns(prepared)
     fields = [field for column in layout for field in column.fields]
     schema = pa.schema([*fields, *(field for field, _ in extras)])
-    digest = _content_digest(prepared, spec)
+    digests = [xxhash.xxh3_128() for _ in layout]
     scores: list[np.ndarray] = []
 
     def row_group(rows: slice) -> pa.Table:
         arrays = []
-        for column in layout:
+        for column, digest in zip(layout, digests, strict=True):
             made = column.arrays(rows)
             arrays.extend(made)
             if column.source.path[-1] != "uid":
@@ -132,7 +132,7 @@ def write(prepared: Prepared, key: RolloutKey, sink: Any) -> Summary:
         prompt_tokens=None if lengths is None else int(lengths[0].sum()),
         response_tokens=None if lengths is None else int(lengths[1].sum()),
         mean_score=None if score is None or not len(score) else float(score.mean()),
-        content_digest=digest.hexdigest(),
+        content_digest=_content_digest(prepared, spec, layout, digests),
     )
 
 
@@ -329,6 +329,8 @@ def _row_digests(part: Part, only_prompts: bool = False) -> list[str] | None:
     objects = [column for column in part.objects if column.path[-1] != "uid" and not only_prompts]
     if not numbers and not objects:
         return None
+    numbers.sort(key=lambda column: column.path)  # the order of the columns says nothing, and verl changes it
+    objects.sort(key=lambda column: column.path)
     digests = []
     for row in range(part.batch.rows):
         digest = xxhash.xxh3_128()
@@ -375,13 +377,21 @@ def _parquet_options(layout: list[Column], extras: list[tuple[pa.Field, Any]]) -
     }
 
 
-def _content_digest(prepared: Prepared, spec: dict[str, Any]) -> Any:
+def _content_digest(prepared: Prepared, spec: dict[str, Any], layout: list[Column], digests: list[Any]) -> str:
+    """A digest of what is recorded, whatever the order of the columns: verl takes those of the input from a set."""
     digest = xxhash.xxh3_128()
     for name, part in (("output", prepared.output), ("input", prepared.input)):
         if part is not None:
             described = {**spec[name], "meta": part.lasting_meta}
+            for listed in ("order", "arrays", "numbers", "objects"):
+                described[listed] = sorted(json.dumps(item, sort_keys=True) for item in described[listed])
             digest.update(json.dumps(described, sort_keys=True).encode())
-    return digest
+    columns_by_name = {
+        column.fields[0].name: values for column, values in zip(layout, digests, strict=True) if column.fields
+    }
+    for name in sorted(columns_by_name):
+        digest.update(columns_by_name[name].digest())
+    return digest.hexdigest()
 
 
 def _digest_array(digest: Any, array: pa.Array) -> None:

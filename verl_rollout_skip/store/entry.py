@@ -10,17 +10,20 @@ import math
 from dataclasses import asdict, dataclass, field
 from dataclasses import fields as dataclass_fields
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from verl_rollout_skip._version import __version__
 from verl_rollout_skip.errors import CorruptEntryError, UnreadableEntryError
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.store.encoder import Summary
 from verl_rollout_skip.store.format import FORMAT_VERSION, check_version
 
+if TYPE_CHECKING:
+    from verl_rollout_skip.store.encoder import Summary
+
 MAX_RECORD_BYTES = 16 << 20
+_CHECKSUM = b',\n  "checksum": "'
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,7 @@ def parse_record(data: bytes, key: RolloutKey) -> EntryRecord:
     try:
         fields = json.loads(data)
         check_version(fields["format_version"])
-        del fields["checksum"]
-        if _render(fields) != data:
+        if not _is_untouched(data):
             raise CorruptEntryError("Its checksum is wrong: it was damaged or edited.")
         del fields["format_version"]
         known = {field.name: fields[field.name] for field in dataclass_fields(EntryRecord)}
@@ -97,6 +99,12 @@ def parse_record(data: bytes, key: RolloutKey) -> EntryRecord:
     if record.key != key:
         raise CorruptEntryError(f"It is the record of {record.key}: the file was moved or renamed.")
     return record
+
+
+def _is_untouched(data: bytes) -> bool:
+    """Whether the checksum at the end belongs to the bytes before it; rendering all anew takes ten times longer."""
+    body, _, end = data.rpartition(_CHECKSUM)
+    return end == xxhash.xxh3_128(body + b"\n}").hexdigest().encode() + b'"\n}\n'
 
 
 def _render(fields: dict[str, Any]) -> bytes:

@@ -29,6 +29,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Opening a named pipe would wait for a writer without O_NONBLOCK.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_ATTEMPTS = 5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -64,6 +65,13 @@ class LocalStorage:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
 
     def stage(self, folder: str) -> Staged:
+        for _ in range(_ATTEMPTS - 1):
+            # Somebody may prune, and remove the empty folder between two of our calls.
+            with contextlib.suppress(FileNotFoundError):
+                return self._stage(folder)
+        return self._stage(folder)
+
+    def _stage(self, folder: str) -> Staged:
         _make_durable_folder(self.root)
         with self._root_fd() as root_fd:
             try:

@@ -29,7 +29,7 @@ from verl_rollout_skip.store import codec, commit, names
 from verl_rollout_skip.store.batch import Batch, BatchKind, put_together
 from verl_rollout_skip.store.decoder import damage_is_corruption
 from verl_rollout_skip.store.entry import MAX_RECORD_BYTES, EntryRecord, record_bytes
-from verl_rollout_skip.store.local import LocalStorage, free_bytes, is_own_leftover
+from verl_rollout_skip.store.local import LocalStorage, free_bytes
 from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.store.prefetch import Prefetcher
 from verl_rollout_skip.store.storage import FileInfo, Storage
@@ -200,7 +200,7 @@ class RolloutStore:
             if names.parse_folder(folder) is None:
                 continue
             for file in self._storage.files(folder):
-                if _is_leftover(self._storage, folder, file, older_than_s):
+                if commit.is_leftover(self._storage, folder, file, older_than_s):
                     self._storage.delete(folder, file.name)
                     removed.append(self._storage.where(folder, file.name))
         return removed
@@ -296,6 +296,11 @@ class LoadedEntry:
         """The recorded input of the rollout step, or None if it was put without."""
         return _present(self._reader.input(), kind) if self._reader.has_input else None
 
+    @property
+    def input_kind(self) -> BatchKind | None:
+        """What the input was, without decoding it; None if the batch was put without."""
+        return self._reader.input_kind
+
     def prompt_digests(self) -> list[str] | None:
         """One digest for each row of the input (see ``codec.prompt_digests``), or None if it was put without."""
         return self._reader.prompt_digests() if self._reader.has_input else None
@@ -367,16 +372,6 @@ def _held_bytes(prepared: codec.Prepared) -> int:
             storage = (tensor.values() if tensor.layout is torch.jagged else tensor).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values()) + sum(array.nbytes for part in parts for array in part.batch.arrays.values())
-
-
-def _is_leftover(storage: Storage, folder: str, file: FileInfo, older_than_s: float) -> bool:
-    old = time.time() - file.changed > older_than_s
-    if file.name.startswith(names.TEMPORARY):
-        return old or bool(is_own_leftover(file.name))
-    gen_batch, step = names.parse_pending(file.name), names.parse_folder(folder)
-    if gen_batch is None or step is None or not old:
-        return False
-    return not commit.is_pending_needed(storage, folder, RolloutKey(step, gen_batch), file.name)
 
 
 def _dump_message(storage: Storage, key: RolloutKey, error: Exception) -> str:
