@@ -1,0 +1,1 @@
+"""Hydra configuration of the CPU default, found as pkg://recipes.cpu.config."""
