@@ -1,6 +1,6 @@
-"""A tour of the rollout store: ``make demo``. Records, replays, kills a writer, damages a file, asks with SQL.
+"""The demonstration, ``make demo``: record a short training on CPU, train again from the dumps, and compare.
 
-Needs no GPU and no model: the batches are made up, of the shape and size that verl's agent loop returns.
+Real trainings of verl with Ray and FSDP2, as a user starts them; only the model, the data and the engine are tiny.
 """
 
 from __future__ import annotations
@@ -10,165 +10,157 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import duckdb
-import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, not installed
-
-from benchmarks.batches import SIZES, make_batch
-from verl_rollout_skip import RolloutKey, RolloutStore
-from verl_rollout_skip.errors import CorruptEntryError, RolloutSkipError
+from recipes.cpu import runs
+from recipes.cpu.assets import make_assets
 from verl_rollout_skip.sizes import format_size
 
-if TYPE_CHECKING:
-    from verl import DataProto
+console = Console()
+SERVER = "ray::CPUServer"
 
-SIZE = SIZES["S"]
-FIRST_KILLED_STEP = 101
+
+@dataclass(frozen=True)
+class Plan:
+    """A training to run: ``like`` names the one whose metrics it must repeat."""
+
+    name: str
+    recipe: str
+    mode: str
+    like: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A training that was run, how long it took, and whether an inference server was seen among its processes."""
+
+    plan: Plan
+    run: runs.TrainingRun
+    seconds: float
+    engine: bool
+
+    def row(self, others: dict[str, Outcome]) -> list[str]:
+        metrics = self.run.metrics()
+        last = metrics[max(metrics)]
+        return [
+            self.plan.name,
+            f"{self.seconds:.0f} s",
+            "yes" if self.engine else "no",
+            f"{sum(self.run.timing('gen').values()):.2f} s",
+            f"{len(self.run.hits())} of {len(metrics)}",
+            str(len(self.run.trace("sync"))),
+            f"{last['critic/score/mean']:.3f}",
+            self._identical(others),
+        ]
+
+    def _identical(self, others: dict[str, Outcome]) -> str:
+        if self.plan.like is None:
+            return ""
+        return "yes" if self.run.results() == others[self.plan.like].run.results() else "NO"
+
+
+PLANS = [
+    Plan("ppo record", "ppo", "record"),
+    Plan("ppo cache", "ppo", "cache", like="ppo record"),
+    Plan("ppo replay", "ppo", "replay", like="ppo record"),
+    Plan("dapo record", "dapo", "record"),
+    Plan("dapo replay", "dapo", "replay", like="dapo record"),
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="where to put the dumps (a new temporary folder)")
-    parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.write:
-        write_until_killed(arguments.folder)
-        return
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="rollout-skip-demo-"))
-    # Started now because importing takes seconds; it waits for a word before it writes.
-    command = [sys.executable, __file__, "--folder", str(folder), "--write"]
-    writer = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser.add_argument("--folder", type=Path, help="where to put everything (default: a new temporary folder)")
+    parser.add_argument("--steps", type=int, default=4, help="training steps of each run (default: 4)")
+    options = parser.parse_args()
+    folder = (options.folder or Path(tempfile.mkdtemp(prefix="rollout-skip-demo-"))).resolve()
+    dumps = folder / "dumps"
+    console.print(f"Everything goes to {folder}", highlight=False)
+    assets = make_assets(folder / "assets").folder
+    outcomes: dict[str, Outcome] = {}
+    for number, plan in enumerate(PLANS, start=1):
+        title = f"{number}/{len(PLANS)} {plan.name}"
+        outcomes[plan.name] = train(title, plan, folder / plan.name.replace(" ", "-"), assets, dumps, options.steps)
+    show(outcomes)
+    size = sum(file.stat().st_size for file in dumps.rglob("*.parquet"))
+    console.print(f"The dumps ({format_size(size)}) are in {dumps}", highlight=False, soft_wrap=True)
+    console.print(
+        f"Look at them:  {Path(sys.executable).parent}/rollout-skip ls {dumps}", highlight=False, soft_wrap=True
     )
+    if any("NO" in outcome.row(outcomes) for outcome in outcomes.values()):
+        sys.exit("A training that was repeated from its dumps gave other metrics. That is a bug: please report it.")
+
+
+def train(title: str, plan: Plan, folder: Path, assets: Path, dumps: Path, steps: int) -> Outcome:
+    overrides = [
+        "trainer.use_v1=False",
+        f"trainer.total_training_steps={steps}",
+        f"rollout_skip.mode={plan.mode}",
+        f"rollout_skip.dump_dir={dumps}",
+    ]
+    started = time.monotonic()
+    process = runs.start(f"recipes.{plan.recipe}.main_{plan.recipe}", f"{plan.recipe}_cpu", folder, assets, overrides)
+    run = runs.TrainingRun(folder)
     try:
-        batch = record(folder)
-        replay(folder, batch)
-        kill_a_writer(folder, writer)
-        damage(folder)
-        query(folder)
+        engine = follow(title, run, process, steps)
     finally:
-        writer.kill()
-        writer.wait()
-    print(f"\nThe dumps are in {folder}: open them with DuckDB, pandas, polars or datasets, or remove the folder.")
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if process.returncode != 0:
+        console.print(run.log[-4000:], markup=False, highlight=False)
+        sys.exit(f"{plan.name} ended with {process.returncode}; all that it printed is in {folder}/log")
+    return Outcome(plan, run, time.monotonic() - started, engine)
 
 
-def record(folder: Path) -> DataProto:
-    title(f"Record three rollout steps of {SIZE.rows} trajectories in the background")
-    print(f"{'step':>6}{'in memory':>14}{'put() took':>14}{'on disk':>12}{'smaller':>10}")
-    rows = []
-    with RolloutStore(folder) as store:
-        for step in (1, 2, 3):
-            batch, inputs = make_batch(SIZE, seed=step)
-            raw = sum(tensor.nbytes for tensor in batch.batch.values())
-            started = time.perf_counter()
-            store.put(RolloutKey(step), batch, inputs=inputs, info={"note": "made up"})
-            rows.append((step, raw, time.perf_counter() - started))
-        store.flush()
-        for step, raw, seconds in rows:
-            size = store.record(RolloutKey(step)).bytes
-            took = f"{seconds * 1e3:.1f} ms"
-            print(f"{step:>6}{format_size(raw):>14}{took:>14}{format_size(size):>12}{raw / size:>9.0f}×")
-    print("The training thread waits for put() only; encoding, checksums and fsync happen on another thread.")
-    return batch
+def follow(title: str, run: runs.TrainingRun, process: subprocess.Popen[bytes], steps: int) -> bool:
+    """Show how far a training is until it ends: on a terminal in place, otherwise a line for each change.
+
+    Returns whether an inference server was among its processes.
+    """
+    started, shown, engine = time.monotonic(), "", False
+    with console.status(title) as status:
+        while process.poll() is None:
+            done = run.metrics()
+            if done:
+                loaded = " (loaded)" if max(done) in run.hits() else ""
+                text = f"step {max(done)} of {steps}{loaded}"
+            else:
+                text = "verl starts Ray, the workers and the engine (about half a minute)"
+            status.update(f"{title}: {text}, {time.monotonic() - started:.0f} s")
+            if text != shown and not console.is_terminal:
+                console.print(f"{title}: {text}", highlight=False)
+            shown = text
+            engine = engine or has_engine(process)
+            time.sleep(0.5)
+    console.print(
+        f"{title}: {max(run.metrics(), default=0)} steps in {time.monotonic() - started:.0f} s", highlight=False
+    )
+    return engine
 
 
-def replay(folder: Path, expected: DataProto) -> None:
-    title("Load step 3 again and compare every bit")
-    store = RolloutStore(folder)
-    started = time.perf_counter()
-    loaded = store.get(RolloutKey(3))
-    seconds = time.perf_counter() - started
-    for key, tensor in expected.batch.items():
-        found = loaded.batch[key]
-        same = found.dtype == tensor.dtype and found.shape == tensor.shape
-        same = same and np.array_equal(found.numpy().view(np.uint8), tensor.numpy().view(np.uint8))
-        print(f"  {key:20}{tuple(tensor.shape)!s:>14}  {tensor.dtype!s:14}{'identical' if same else 'DIFFERENT'}")
-        if not same:
-            sys.exit("The loaded batch is not the recorded one. That is a bug: please report it.")
-    print(f"Loaded in {seconds * 1e3:.0f} ms as a {type(loaded).__name__}, after its digest was checked.")
-    print(f"The input of the step is there too: {', '.join(store.inputs(RolloutKey(3)).non_tensor_batch)}")
-
-
-def write_until_killed(folder: Path) -> None:
-    """The child: writes one step after another, as fast as it can, from the moment that it is told to."""
-    batch, inputs = make_batch(SIZE, seed=9)
-    store = RolloutStore(folder, background=False)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    for step in range(FIRST_KILLED_STEP, FIRST_KILLED_STEP + 1000):
-        store.put(RolloutKey(step), batch, inputs=inputs)
-
-
-def kill_a_writer(folder: Path, writer: subprocess.Popen[str]) -> None:
-    title("Kill a process (SIGKILL) while it commits an entry")
-    assert writer.stdin is not None
-    assert writer.stdout is not None
-    if writer.stdout.readline() != "ready\n":
-        sys.exit("The writing process did not start.")
-    writer.stdin.write("go\n")
-    writer.stdin.flush()
-    store = RolloutStore(folder)
-    while RolloutKey(FIRST_KILLED_STEP + 1) not in store:
-        time.sleep(0.005)
-    while not (unfinished := list(folder.glob("step_*/.*"))):
-        pass
-    writer.kill()
-    writer.wait()
-    left = [path for path in folder.glob("step_*/.*") if path in unfinished]
-    print(f"Killed process {writer.pid}; it left unfinished: {', '.join(path.name for path in left) or 'nothing'}")
-    keys = store.keys()
-    for key in keys:
-        store.verify(key)
-    print(f"All {len(keys)} committed entries verify: steps {', '.join(str(key.step) for key in keys)}")
-    print(f"prune() removed what the dead process left: {len(store.prune())} file(s)")
-    for key in keys:
-        if key.step >= FIRST_KILLED_STEP:
-            store.delete(key)
-
-
-def damage(folder: Path) -> None:
-    title("Flip one bit in the file of step 2")
-    path = folder / "step_000002" / "gen_000.parquet"
-    good = path.read_bytes()
-    position = len(good) // 2
-    path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+def has_engine(process: subprocess.Popen[bytes]) -> bool:
     try:
-        RolloutStore(folder).get(RolloutKey(2))
-        sys.exit("The damage was not noticed. That is a bug: please report it.")
-    except CorruptEntryError as error:
-        print(f"{type(error).__name__}: {error}")
-    path.write_bytes(good)
-    RolloutStore(folder).verify(RolloutKey(2))
-    print("The bit was put back, and the entry verifies again.")
+        return any(
+            SERVER in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children(recursive=True)
+        )
+    except psutil.Error:
+        return False  # one of them has just ended; there is a next time
 
 
-def query(folder: Path) -> None:
-    title("Ask the dumps with SQL: nothing of verl or of this package is needed for that")
-    sql = f"""
-        SELECT regexp_extract(filename, 'step_0*([0-9]+)', 1) AS step, count(*) AS trajectories,
-               round(avg(skip__score), 3) AS score, avg(skip__response_length)::INT AS tokens,
-               round(avg(list_avg(rollout_log_probs)), 3) AS log_prob
-        FROM read_parquet('{folder}/step_*/gen_*.parquet', filename = true)
-        GROUP BY step ORDER BY step"""
-    print(sql, "\n")
-    duckdb.sql(sql).show()
-    sql = f"""
-        SELECT in__reward_model->>'ground_truth' AS answer, skip__score, skip__response_length, responses[1:4] AS tokens
-        FROM '{folder}/step_000001/gen_000.parquet' ORDER BY skip__response_length DESC LIMIT 3"""
-    print(sql, "\n")
-    duckdb.sql(sql).show()
-
-
-def title(text: str) -> None:
-    print(f"\n== {text}", flush=True)
+def show(outcomes: dict[str, Outcome]) -> None:
+    table = Table(title="The same training, recorded and from its dumps")
+    for name in ("run", "total", "engine", "in rollout", "loaded", "weight syncs", "final reward", "identical metrics"):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for outcome in outcomes.values():
+        table.add_row(*outcome.row(outcomes))
+    console.print(table)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except RolloutSkipError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    main()

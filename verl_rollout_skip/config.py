@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class SkipConfig:
     background: bool = True
     on_dump_error: OnDumpError = OnDumpError.AUTO
     max_disk: int | None = None
+    log_samples: int = 4
 
     @property
     def fails_on_dump_error(self) -> bool:
@@ -71,7 +72,7 @@ class SkipConfig:
 
     @property
     def starts_engine(self) -> bool:
-        if self.engine is Engine.AUTO:
+        if self.engine is Engine.AUTO or self.mode is Mode.OFF:
             return self.mode is not Mode.REPLAY
         return self.engine is Engine.ON
 
@@ -79,7 +80,7 @@ class SkipConfig:
     def from_config(cls, config: DictConfig | Mapping[str, Any]) -> SkipConfig:
         """Read the block ``rollout_skip`` and the two keys that users know; raise ``ConfigError`` on anything wrong."""
         tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-        settings = cls._parse(_merge_old_keys(_block(tree), tree))
+        settings = cls._parse(_merge_old_keys(_block(tree), tree))._beside_source()
         if settings.mode is not Mode.OFF:
             _refuse_upstream(tree)
             settings._check_places()
@@ -105,7 +106,15 @@ class SkipConfig:
             background=_switch(values.get("background", True), f"{BLOCK}.background"),
             on_dump_error=choose(OnDumpError, values.get("on_dump_error", "auto"), f"{BLOCK}.on_dump_error"),
             max_disk=_size(values.get("max_disk"), f"{BLOCK}.max_disk"),
+            log_samples=_count(values.get("log_samples", 4) or None, f"{BLOCK}.log_samples") or 0,
         )
+
+    def _beside_source(self) -> SkipConfig:
+        """Without a folder of its own, a training that reads from a run writes into the same one."""
+        if self.source is None or self.dump_dir is not None or self.mode is not Mode.CACHE:
+            return self
+        variant = self.source.removesuffix("/").removesuffix("/manifest.json")
+        return replace(self, dump_dir="/".join(variant.split("/")[:-2]))
 
     def _check_places(self) -> None:
         if self.dump_dir is None and not (self.source is not None and not self.mode.writes):

@@ -29,6 +29,14 @@ class UnsupportedBatchError(RolloutSkipError, TypeError):
     """The batch holds something that cannot be stored exactly. Names the key and the type."""
 
 
+class UnsupportedTrainerError(RolloutSkipError, TypeError):
+    """A trainer, or a version of verl, whose rollout step is not known here. Names those that are."""
+
+
+class InertError(RolloutSkipError):
+    """A training step went by without passing through the rollout step, so nothing was recorded or replayed."""
+
+
 class StoreError(RolloutSkipError):
     """Something is wrong with a run folder or with an entry in it."""
 

@@ -37,8 +37,9 @@ _MAX_BYTES = 64 << 20
 class Manifest:
     """What a variant was recorded from, and by whom.
 
-    ``config`` is the whole resolved configuration with secrets masked. ``recordings`` has one item for each process
-    that recorded here: when, on which layout, with which versions, and which steps.
+    ``config`` is the whole resolved configuration with secrets masked, ``trainer`` the class that trained.
+    ``recordings`` has one item for each process that recorded here: when, on which layout, with which versions, and
+    which steps.
     """
 
     run_name: str
@@ -50,11 +51,18 @@ class Manifest:
     config: dict[str, Any]
     gpu_layout: dict[str, Any]
     versions: dict[str, str]
+    trainer: str | None = None
     recordings: list[dict[str, Any]] = field(default_factory=list)
     path: str = ""
 
     @classmethod
-    def make(cls, run_name: str, config: DictConfig | Mapping[str, Any], fingerprint: Fingerprint) -> Manifest:
+    def make(
+        cls,
+        run_name: str,
+        config: DictConfig | Mapping[str, Any],
+        fingerprint: Fingerprint,
+        trainer: str | None = None,
+    ) -> Manifest:
         """The manifest of a training that is about to record."""
         return cls(
             run_name=run_name,
@@ -66,6 +74,7 @@ class Manifest:
             config=mask(plain(config)),
             gpu_layout=gpu_layout(config),
             versions=versions(),
+            trainer=trainer,
         )
 
     @classmethod

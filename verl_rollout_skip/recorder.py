@@ -68,7 +68,7 @@ class Recorder:
         if self._recording is not None:
             return
         storage = open_storage(self.folder)
-        own = Manifest.make(self.run.name, self.run.config, self.run.fingerprint)
+        own = Manifest.make(self.run.name, self.run.config, self.run.fingerprint, self.run.trainer)
         found = write_manifest(storage, own)
         if found.fingerprint != own.fingerprint:
             raise MismatchError(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_rollout_skip.config import BLOCK, Steps
+from verl_rollout_skip.config import BLOCK
+from verl_rollout_skip.entries import describe_steps
 from verl_rollout_skip.errors import (
     EntryExistsError,
     EntryNotFoundError,
@@ -28,6 +29,7 @@ from verl_rollout_skip.modes import Mode, Prompts
 from verl_rollout_skip.outcome import Rollout, Statistics
 from verl_rollout_skip.prompts import (
     SAMPLING,
+    OtherInput,
     adopt_uids,
     meta_of,
     sampling_of,
@@ -42,6 +44,8 @@ from verl_rollout_skip.variants import Run, Source, open_run, own_source, resolv
 logger = logging.getLogger(__name__)
 
 Generate = Callable[[Any], Any]
+LineUp = Callable[[LoadedEntry], Any]
+"""The current input, row by row as an entry has it; raises ``OtherInput`` if the current one is another."""
 
 
 class RolloutSkip:
@@ -65,27 +69,93 @@ class RolloutSkip:
         self._check_recorded()
 
     @classmethod
-    def open(cls, config: DictConfig | Mapping[str, Any]) -> RolloutSkip:
-        """Everything from a training's configuration: settings, fingerprint, and the rollouts that fit."""
-        return cls(open_run(config))
+    def open(cls, config: DictConfig | Mapping[str, Any], trainer: str | None = None) -> RolloutSkip:
+        """Everything from a training's configuration: settings, fingerprint, and the rollouts that fit.
+
+        ``trainer`` is the class that trains, as ``module.Class``, for ``rollout-skip resume``.
+        """
+        return cls(open_run(config, trainer))
 
     def step(self, key: RolloutKey, inputs: Any, generate: Generate) -> Rollout:
         """The batch of one rollout step. ``generate`` is called with ``inputs`` if it must be generated."""
-        mode = self.settings.mode
-        if mode is Mode.OFF or key.step not in self.settings.steps or meta_of(inputs).get("validate"):
+        if not self.covers(key) or meta_of(inputs).get("validate"):
             return Rollout(generate(inputs), inputs, hit=False, metrics={})
+        loaded = self.load(key, lambda _: inputs)
+        if loaded is not None:
+            return loaded
+        given = snapshot(inputs) if self._recorder is not None else inputs
+        started = time.perf_counter()
+        batch = generate(inputs)
+        metrics = self.record(key, batch, given, time.perf_counter() - started)
+        return Rollout(batch, inputs, False, metrics)
+
+    def covers(self, key: RolloutKey) -> bool:
+        """Whether this rollout step is one to load or to record."""
+        return self.settings.mode is not Mode.OFF and key.step in self.settings.steps
+
+    def load(self, key: RolloutKey, line_up: LineUp) -> Rollout | None:
+        """The recorded rollout step; None if it is to be generated, which ``record`` is then to be told.
+
+        For loops whose input is known only together with the rollout; others call ``step``.
+        """
         if self._recorder is not None:
             self._recorder.raise_failures()
-            if mode is Mode.RECORD and key in self._recorder.store:
+            if self.settings.mode is Mode.RECORD and key in self._recorder.store:
                 raise EntryExistsError(
                     f"{key} is already recorded in {self._recorder.folder}, and mode 'record' never overwrites. Mode "
                     "'cache' continues a recording, mode 'refresh' replaces it."
                 )
-        return self._load(key, inputs) or self._generate(key, inputs, generate)
+        loaded = self._load(key, line_up)
+        if loaded is None and not self.settings.mode.generates:
+            raise EntryNotFoundError(self._not_recorded(key))
+        return loaded
+
+    def record(self, key: RolloutKey, batch: Any, inputs: Any, seconds: float) -> dict[str, float]:
+        """Count and dump what was generated in so many seconds; returns the metrics of the step."""
+        self.statistics.misses += 1
+        self.statistics.generate_s += seconds
+        if self._recorder is not None:
+            info = {
+                "generate_s": round(seconds, 6),
+                "training_hash": self.run.fingerprint.training_hash,
+                SAMPLING: sampling_of(inputs),
+            }
+            self._recorder.dump(key, batch, inputs, info)
+        metrics = {
+            "rollout_skip/hit": 0.0,
+            "rollout_skip/dump_bytes": float(self._stored_bytes()),
+            "rollout_skip/dump_failures": float(self.statistics.dump_failures),
+        }
+        meta = getattr(batch, "meta_info", None)
+        if meta is not None:
+            meta["timing"] = {**(meta.get("timing") or {}), **metrics}
+        return metrics
+
+    @property
+    def replaces_prompts(self) -> bool:
+        """Whether a recorded batch replaces the current one whole instead of having to belong to it."""
+        return self._prompts is Prompts.RECORDED
 
     def recorded_keys(self) -> list[RolloutKey]:
         """The keys that can be loaded."""
         return sorted({key for _, store in self._sources for key in store})
+
+    def check_steps(self, wanted: range) -> None:
+        """Raise if a training of these steps asks for one that is not recorded: it could not come to its end."""
+        if self.settings.mode is not Mode.REPLAY:
+            return
+        recorded = {key.step for key in self.recorded_keys()}
+        missing = [step for step in wanted if step in self.settings.steps and step not in recorded]
+        if missing:
+            raise EntryNotFoundError(
+                f"The training would replay steps {wanted[0]} to {wanted[-1]}, and {describe_steps(missing)} are not "
+                f"recorded; recorded are {describe_steps(recorded)} ({self.places()}). Train fewer steps "
+                f"(trainer.total_training_steps={missing[0] - 1}), record more (mode cache), or use mode repeat."
+            )
+
+    def places(self) -> str:
+        """The folders that are read, for messages."""
+        return " and ".join(source.folder for source, _ in self._sources)
 
     def summary(self) -> str:
         """What was loaded, generated, saved and lost."""
@@ -105,6 +175,8 @@ class RolloutSkip:
         finally:
             if self.settings.mode is not Mode.OFF:
                 logger.info("%s", self.summary())
+            if self._recorder is not None and self.statistics.dumped:
+                logger.info("to go on from here: rollout-skip resume %s/manifest.json", self._recorder.folder)
 
     def __enter__(self) -> RolloutSkip:
         return self
@@ -121,7 +193,7 @@ class RolloutSkip:
 
     # Loading
 
-    def _load(self, key: RolloutKey, inputs: Any) -> Rollout | None:
+    def _load(self, key: RolloutKey, line_up: LineUp) -> Rollout | None:
         started = time.perf_counter()
         wanted = self._wanted_key(key)
         reasons = []
@@ -129,11 +201,15 @@ class RolloutSkip:
             entry = self._open_entry(wanted, store) if wanted in store else None
             if entry is None:
                 continue
-            recorded = entry.inputs() if self._prompts is Prompts.RECORDED else None
-            if self._prompts is Prompts.RECORDED:
-                reason = why_no_replacement(entry, recorded, inputs)
-            else:
-                reason = why_not_same(entry, inputs)
+            recorded = entry.inputs() if self.replaces_prompts else None
+            try:
+                inputs = line_up(entry)
+                if self.replaces_prompts:
+                    reason = why_no_replacement(entry, recorded, inputs)
+                else:
+                    reason = why_not_same(entry, inputs)
+            except OtherInput as other:
+                reason = str(other)
             if reason is not None:
                 reasons.append(reason)
                 continue
@@ -205,7 +281,7 @@ class RolloutSkip:
 
     def _explain_misfit(self, key: RolloutKey, reason: str) -> None:
         """An entry is there and belongs to something else: a miss, or an error where nothing is generated."""
-        if self._prompts is Prompts.RECORDED:
+        if self.replaces_prompts:
             text = f"The recorded batch of {key} cannot replace the current one: {reason}"
             advice = "Record anew (mode refresh), or use the data settings of the recording."
         else:
@@ -249,34 +325,6 @@ class RolloutSkip:
                     store.prefetch(following)
                     return
 
-    # Generating
-
-    def _generate(self, key: RolloutKey, inputs: Any, generate: Generate) -> Rollout:
-        if not self.settings.mode.generates:
-            raise EntryNotFoundError(self._not_recorded(key))
-        given = snapshot(inputs) if self._recorder is not None else inputs
-        started = time.perf_counter()
-        batch = generate(inputs)
-        seconds = time.perf_counter() - started
-        self.statistics.misses += 1
-        self.statistics.generate_s += seconds
-        if self._recorder is not None:
-            info = {
-                "generate_s": round(seconds, 6),
-                "training_hash": self.run.fingerprint.training_hash,
-                SAMPLING: sampling_of(given),
-            }
-            self._recorder.dump(key, batch, given, info)
-        metrics = {
-            "rollout_skip/hit": 0.0,
-            "rollout_skip/dump_bytes": float(self._stored_bytes()),
-            "rollout_skip/dump_failures": float(self.statistics.dump_failures),
-        }
-        meta = getattr(batch, "meta_info", None)
-        if meta is not None:
-            meta["timing"] = {**(meta.get("timing") or {}), **metrics}
-        return Rollout(batch, inputs, False, metrics)
-
     # What is known
 
     def _store_of(self, source: Source) -> RolloutStore:
@@ -288,7 +336,7 @@ class RolloutSkip:
         """Settle before the training starts what can be settled: a mode that only loads needs something to load."""
         if not self.settings.mode.generates and not self.recorded_keys():
             raise EntryNotFoundError(
-                f"Mode {self.settings.mode.value!r} loads recorded rollouts, and {self._places()} holds none. Record "
+                f"Mode {self.settings.mode.value!r} loads recorded rollouts, and {self.places()} holds none. Record "
                 f"first ({BLOCK}.mode=cache)."
             )
 
@@ -299,7 +347,7 @@ class RolloutSkip:
         if batches:
             held = f"{len(batches)} generation batches of this step: today's run asks for more than the recorded one"
         return (
-            f"{key} is not recorded in {self._places()}, which holds {held}. In mode {self.settings.mode.value!r} "
+            f"{key} is not recorded in {self.places()}, which holds {held}. In mode {self.settings.mode.value!r} "
             "nothing is generated. Train fewer steps, record more (mode cache), or use mode repeat."
         )
 
@@ -315,14 +363,3 @@ def _replace_timings(batch: Any, metrics: dict[str, float]) -> None:
     meta = getattr(batch, "meta_info", None)
     if meta is not None:
         meta["timing"] = dict(metrics)
-
-
-def describe_steps(steps: Iterable[int]) -> str:
-    """Steps in ranges: ``1-3, 7``."""
-    ranges: list[tuple[int, int]] = []
-    for step in sorted(steps):
-        if ranges and step == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], step)
-        else:
-            ranges.append((step, step))
-    return str(Steps(tuple(ranges)))

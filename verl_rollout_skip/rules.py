@@ -319,6 +319,11 @@ def _whether_set(value: str) -> str:
     return "set"
 
 
+def _base_mode(value: str) -> str:
+    """which of verl's trainers it is made of: skip_sync is sync"""
+    return value.removeprefix("skip_")
+
+
 # Settings that name files: what counts is what is in them, not where they are. Several names under one key are digested
 # as several identities.
 IDENTITIES: dict[str, dict[str, Callable[[str], str]]] = {
@@ -352,6 +357,7 @@ IDENTITIES: dict[str, dict[str, Callable[[str], str]]] = {
     "reward_model.model.external_lib": {"": module_identity},
     "*sandbox_fusion.url": {"": _whether_set},
     "distillation.teacher_models.*.model_path": {"": model_identity},
+    "trainer.v1.trainer_mode": {"": _base_mode},
     "trainer.v1.sampler.custom_sampler.path": {"": code_identity},
     "*.dist_checkpointing_path": {"": model_identity},
     "*.load_checkpoint_path": {"": model_identity},

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_rollout_skip.config import BLOCK, SkipConfig, run_name
 from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, MismatchError
 from verl_rollout_skip.fingerprint import Fingerprint, difference, make_fingerprint
-from verl_rollout_skip.layout import gpu_layout, layout_difference
+from verl_rollout_skip.layout import gpu_layout, layout_difference, versions
 from verl_rollout_skip.manifest import Manifest, read_manifest
 from verl_rollout_skip.modes import Mode, OnMismatch, Prompts, Reward
 from verl_rollout_skip.store.locations import join, open_storage
@@ -50,9 +50,10 @@ class Run:
     config: DictConfig
     sources: tuple[Source, ...] = ()
     writes: str | None = None
+    trainer: str | None = None
 
 
-def open_run(config: DictConfig | Mapping[str, Any]) -> Run:
+def open_run(config: DictConfig | Mapping[str, Any], trainer: str | None = None) -> Run:
     """Read the settings, take the fingerprint and find the rollouts that fit; raise if a wish cannot be met."""
     tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     settings = SkipConfig.from_config(tree)
@@ -65,14 +66,15 @@ def open_run(config: DictConfig | Mapping[str, Any]) -> Run:
         own = own_source(writes, fingerprint)
     if settings.source:
         given = _from_source(settings, fingerprint)
-        sources = [given] if own is None or not settings.mode.generates else [given, own]
+        is_own = own is not None and own.folder == given.folder
+        sources = [given] if own is None or is_own or not settings.mode.generates else [given, own]
     else:
         assert settings.dump_dir is not None
         sources = _from_variants(settings, join(settings.dump_dir, name), fingerprint, own)
     if settings.mode.reads:
         for source in sources:
             _report(source, fingerprint, tree)
-    return Run(settings, name, fingerprint, tree, tuple(sources), writes)
+    return Run(settings, name, fingerprint, tree, tuple(sources), writes, trainer)
 
 
 def own_source(folder: str, fingerprint: Fingerprint) -> Source | None:
@@ -210,6 +212,9 @@ def _report(source: Source, fingerprint: Fingerprint, config: DictConfig) -> Non
     layout = layout_difference(source.manifest.gpu_layout, gpu_layout(config))
     if layout:
         logger.info("%s was recorded on another layout, which makes no difference:\n%s", source.folder, _listed(layout))
+    software = difference(source.manifest.versions, versions())
+    if software:
+        logger.info("%s was recorded with other versions:\n%s", source.folder, _listed(software))
     training = difference(source.manifest.training, fingerprint.training)
     if training:
         logger.warning(

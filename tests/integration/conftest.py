@@ -7,6 +7,7 @@ file sizes, another user) rather than to skipping.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,8 @@ from typing import Any
 
 import pytest
 import xxhash
+
+from verl_rollout_skip.store.storage import Staged
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -248,10 +251,6 @@ def _mount(*arguments: str) -> bool:
 
 
 def _refuse_more_than(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-
-    from verl_rollout_skip.store.storage import Staged
-
     write = Staged._pass_on
 
     def write_if_it_fits(staged: Staged, data: Any) -> int:

@@ -256,7 +256,16 @@ def test_nothing_is_created_by_looking(train: Any, tmp_path: Path) -> None:
 def test_a_replay_from_a_source_needs_no_dump_dir(train: Any, tmp_path: Path) -> None:
     source = str(tmp_path / "manifest.json")
     assert SkipConfig.from_config(train(mode="replay", source=source)).source == source
-    assert "dump_dir is not set and mode is 'cache'" in refusal(train(mode="cache", source=source))
+    assert "dump_dir is not set and mode is 'record'" in refusal(train(mode="record", source=source))
+
+
+def test_a_training_that_goes_on_from_a_source_writes_into_the_same_run(train: Any, tmp_path: Path) -> None:
+    source = tmp_path / "dumps" / "run" / "variant" / "manifest.json"
+    for given in (source, source.parent):
+        settings = SkipConfig.from_config(train(mode="cache", source=str(given)))
+        assert settings.dump_dir == str(tmp_path / "dumps")
+    elsewhere = SkipConfig.from_config(train(mode="cache", source=str(source), dump_dir=str(tmp_path / "other")))
+    assert elsewhere.dump_dir == str(tmp_path / "other")
 
 
 # The two keys that users know.

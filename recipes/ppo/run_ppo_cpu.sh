@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# PPO (GRPO) on a machine without a GPU, from the repository's root: recipes/ppo/run_ppo_cpu.sh [overrides]
+# The model and the data are made in CPU_ASSETS, the dumps go to DUMPS.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+PYTHON=${PYTHON:-python3}
+CPU_ASSETS=${CPU_ASSETS:-$HOME/.cache/verl-rollout-skip/assets}
+DUMPS=${DUMPS:-$HOME/.cache/verl-rollout-skip/dumps}
+
+$PYTHON -m recipes.cpu.assets "$CPU_ASSETS"
+eval "$($PYTHON -m recipes.cpu.environment "$CPU_ASSETS")"
+
+# the line with rollout_skip.mode records the rollouts of a first run and loads them in the next one
+exec $PYTHON -m recipes.ppo.main_ppo --config-name=ppo_cpu \
+    trainer.use_v1=False \
+    trainer.total_training_steps=5 \
+    rollout_skip.mode=cache rollout_skip.dump_dir="$DUMPS" \
+    "$@"

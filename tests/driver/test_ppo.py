@@ -1,0 +1,170 @@
+"""A training is recorded, and trained again from what was recorded: nothing but the time that it takes may change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from verl.trainer.ppo.utils import Role
+
+from tests.driver.stand_ins import VERL, Actor
+from tests.driver.training import Trainings, assert_same_batches, assert_same_training
+from verl_rollout_skip.errors import DumpError, EntryExistsError, EntryNotFoundError
+
+NO_LIMIT = "trainer.total_training_steps=null"
+
+
+def test_a_recorded_training_is_repeated_from_its_dumps(trainings: Trainings) -> None:
+    plain = trainings.run(None)
+    recording = trainings.run("record")
+    cached = trainings.run("cache")
+    replayed = trainings.run("replay")
+    assert [training.generated for training in (plain, recording, cached, replayed)] == [3, 3, 0, 0]
+    assert trainings.recorded_keys == [(1, 0), (2, 0), (3, 0)]
+    assert recording.hits == [0.0, 0.0, 0.0]
+    assert cached.hits == replayed.hits == [1.0, 1.0, 1.0]
+    for training in (recording, cached, replayed):
+        assert_same_training(plain, training)
+
+
+def test_a_recording_that_ended_early_is_completed(trainings: Trainings) -> None:
+    plain = trainings.run(None)
+    trainings.run("record")
+    trainings.forget((2, 0))
+    continued = trainings.run("cache")
+    assert continued.hits == [1.0, 0.0, 1.0]
+    assert trainings.recorded_keys == [(1, 0), (2, 0), (3, 0)]
+    assert_same_training(plain, continued)
+    assert continued.said("3 rollout steps: 2 loaded")
+
+
+def test_a_replay_that_lacks_a_step_is_refused_before_it_begins(trainings: Trainings) -> None:
+    trainings.run("record")
+    trainings.forget((2, 0))
+    with pytest.raises(EntryNotFoundError, match=r"steps 1 to 3, and 2 are not recorded; recorded are 1, 3"):
+        trainings.make("replay")
+
+
+def test_record_never_overwrites(trainings: Trainings) -> None:
+    recording = trainings.run("record")
+    again = trainings.run("record", fails=True)
+    assert isinstance(again.error, EntryExistsError)
+    assert again.generated == 0
+    assert_same_training(recording, trainings.run("cache"))
+
+
+def test_several_epochs_count_on(trainings: Trainings) -> None:
+    plain = trainings.run(None, "trainer.total_epochs=2", NO_LIMIT)
+    trainings.run("record", "trainer.total_epochs=2", NO_LIMIT)
+    replayed = trainings.run("replay", "trainer.total_epochs=2", NO_LIMIT)
+    assert trainings.recorded_keys == [(step, 0) for step in range(1, 9)]
+    assert replayed.metrics[8]["training/global_step"] == 8
+    assert_same_training(plain, replayed)
+
+
+def test_repeat_goes_on_with_the_recorded_steps_in_turn(trainings: Trainings) -> None:
+    recording = trainings.run("record", "trainer.total_training_steps=2")
+    repeated = trainings.run("repeat", "trainer.total_training_steps=4")
+    assert repeated.generated == 0
+    ones, others = (
+        [batch.select(["prompts", "responses"]).batch for batch in training.trained]
+        for training in (recording, repeated)
+    )
+    for repeat, batch in enumerate(others):
+        assert (batch["responses"] == ones[repeat % 2]["responses"]).all()
+        assert (batch["prompts"] == ones[repeat % 2]["prompts"]).all()
+
+
+ALGORITHMS = {
+    "critic": ["algorithm.adv_estimator=gae"],
+    "penalty in the reward": ["algorithm.use_kl_in_reward=True"],
+    "one sample a prompt": ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
+    "rollouts in another order": ["trainer.balance_batch=False"],
+}
+
+
+@pytest.mark.parametrize("overrides", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+def test_other_algorithms_are_repeated_as_well(trainings: Trainings, overrides: list[str]) -> None:
+    arguments: dict[str, Any] = {}
+    if VERL < (0, 7) and "algorithm.use_kl_in_reward=True" in overrides:
+        arguments = {"roles": {Role.RefPolicy: None}}
+    plain = trainings.run(None, *overrides, **arguments)
+    trainings.run("record", *overrides, **arguments)
+    cached = trainings.run("cache", *overrides, **arguments)
+    assert cached.generated == 0
+    assert_same_training(plain, cached)
+
+
+@pytest.mark.skipif(VERL < (0, 9), reason="up to 0.8.0 verl itself cannot make a dataloader of it")
+def test_gen_batch_size_may_be_null(trainings: Trainings) -> None:
+    trainings.run("record", "data.gen_batch_size=null")
+    assert trainings.run("cache", "data.gen_batch_size=null").generated == 0
+    (run,) = trainings.dumps.iterdir()
+    assert run.name == "exp_proj_TrainGBS4__InferGBS4__N2"
+
+
+def test_off_is_as_if_this_package_were_not_there(trainings: Trainings) -> None:
+    plain, off = trainings.run(None), trainings.run("off")
+    assert_same_training(plain, off)
+    assert off.events == plain.events
+    assert off.metrics[1].keys() == plain.metrics[1].keys()
+    assert off.messages == []
+    assert not trainings.dumps.exists()
+
+
+def test_the_old_switch_of_verl_means_cache_and_verl_does_not_see_it(trainings: Trainings) -> None:
+    switch = (
+        "actor_rollout_ref.rollout.skip_rollout=True",
+        f"actor_rollout_ref.rollout.skip_dump_dir={trainings.dumps}",
+    )
+    plain = trainings.run(None)
+    recording = trainings.run("off", *switch)
+    cached = trainings.run("off", *switch)
+    assert (recording.generated, cached.generated) == (3, 0)
+    assert "skip_rollout" not in cached.trainer.config.actor_rollout_ref.rollout
+    assert_same_training(plain, cached)
+    assert {path.suffix for path in trainings.dumps.rglob("*") if path.is_file()} <= {".parquet", ".json", ".jinja"}
+
+
+def test_a_dump_that_fails_ends_a_recording(trainings: Trainings) -> None:
+    failed = trainings.run("record", "rollout_skip.max_disk=2KB", fails=True)
+    assert isinstance(failed.error, DumpError)
+    assert "max_disk" in str(failed.error)
+
+
+def test_a_dump_that_fails_does_not_end_a_training_with_a_cache(trainings: Trainings) -> None:
+    plain = trainings.run(None)
+    warned = trainings.run("cache", "rollout_skip.max_disk=2KB")
+    assert_same_training(plain, warned)
+    assert warned.said("dump failed: step 1, generation batch 0")
+    assert warned.metrics[3]["timing_s/rollout_skip/dump_failures"] > 0
+
+
+def test_an_error_in_the_training_loses_no_dump(trainings: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = trainings.run(None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Actor, "update_actor", _out_of_memory_in_step(3))
+        crashed = trainings.run("record", fails=True)
+    assert str(crashed.error) == "out of memory"
+    assert trainings.recorded_keys == [(1, 0), (2, 0), (3, 0)]
+    continued = trainings.run("cache")
+    assert continued.hits == [1.0, 1.0, 1.0]
+    assert_same_training(plain, continued)
+
+
+def _out_of_memory_in_step(step: int) -> Any:
+    update = Actor.update_actor
+
+    def update_actor(actor: Actor, data: Any) -> Any:
+        if actor.updates + 1 == step:
+            raise RuntimeError("out of memory")
+        return update(actor, data)
+
+    return update_actor
+
+
+def test_what_is_trained_on_does_not_depend_on_background_dumps(trainings: Trainings) -> None:
+    plain = trainings.run(None)
+    direct = trainings.run("record", "rollout_skip.background=False")
+    assert_same_batches(plain.trained, direct.trained)
+    assert_same_training(plain, trainings.run("cache"))

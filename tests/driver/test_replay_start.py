@@ -1,0 +1,113 @@
+"""A replay starts no inference engine: verl's own ``init_workers``, on Ray, with stand-ins for the training workers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from omegaconf import DictConfig
+from ray._private import state
+from verl.single_controller.base import Worker
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.utils import Role
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig
+from verl.workers.rollout.base import get_rollout_class
+
+from tests.driver.stand_ins import VERL
+from tests.driver.training import SkipTrainer, Trainings, VerlTrainer, assert_same_training
+from verl_rollout_skip import RolloutSkipMixin
+from verl_rollout_skip.errors import ConfigError
+from verl_rollout_skip.seams import SEAMS, find_seam
+
+ONE_REPLICA = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+
+
+class RealStart(VerlTrainer):  # type: ignore[misc, valid-type]
+    """Starts everything as verl does, except for the workers that need GPUs and those that compute rewards."""
+
+    def init_workers(self) -> None:
+        pool = SimpleNamespace()
+        self.resource_pool_manager = SimpleNamespace(
+            create_resource_pool=lambda: None,
+            resource_pool_dict={"global_pool": "the pool"},
+            get_resource_pool=lambda role: "the pool",
+            get_n_gpus=lambda: 1,
+        )
+        pool.spawn = lambda prefix_set: dict.fromkeys(prefix_set, self.workers.actor)
+        self.ray_worker_group_cls = lambda **arguments: pool
+        RayPPOTrainer.init_workers(self)
+
+
+class SkipRealStart(RolloutSkipMixin, RealStart):
+    pass
+
+
+@pytest.fixture
+def ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if VERL >= (0, 7):
+        monkeypatch.setattr(
+            "verl.experimental.reward_loop.RewardLoopManager", lambda **_: SimpleNamespace(reward_loop_workers=[])
+        )
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_no_server_and_no_agent_loop_is_started(trainings: Trainings, ray_of_its_own: None) -> None:
+    recording = trainings.run("record", ONE_REPLICA)
+    roles = {Role.ActorRollout: ray.remote(Worker)}
+    replayed = trainings.run("replay", ONE_REPLICA, trainer=SkipRealStart, roles=roles)
+    actors = {actor["ActorClassName"] for actor in state.actors().values()}
+    assert actors <= {"GlobalRequestLoadBalancer"}
+    assert "sync" not in " ".join(replayed.events)
+    assert_same_training(recording, replayed)
+
+
+@pytest.fixture
+def without_engine(trainings: Trainings) -> DictConfig:
+    trainings.run("record")
+    return trainings.make("replay").config
+
+
+def test_the_workers_know_every_setting_that_they_are_given(without_engine: DictConfig) -> None:
+    rollout = omega_conf_to_dataclass(without_engine.actor_rollout_ref.rollout)
+    model = omega_conf_to_dataclass(without_engine.actor_rollout_ref.model, dataclass_type=HFModelConfig)
+    kind = get_rollout_class(rollout.name, rollout.mode)
+    engine = kind(config=rollout, model_config=model, device_mesh=None)
+    gathered = []
+    weights = (gathered.append(number) for number in range(3))
+    asyncio.run(engine.update_weights(weights))
+    asyncio.run(engine.resume(["weights"]))
+    asyncio.run(engine.release())
+    assert gathered == []
+    assert inspect.getgeneratorstate(weights) == inspect.GEN_CLOSED
+
+
+def test_what_the_trainer_is_given_has_no_setting_of_this_package(without_engine: DictConfig) -> None:
+    assert "rollout_skip" not in without_engine
+    assert not without_engine.trainer.val_before_train
+
+
+@pytest.mark.skipif(VERL >= (0, 8), reason="later versions import as many as are named")
+def test_an_external_library_of_the_user_s_own_needs_the_engine_on_older_versions(trainings: Trainings) -> None:
+    library = "actor_rollout_ref.model.external_lib=json"
+    recording = trainings.run("record", library)
+    with pytest.raises(
+        ConfigError, match=r"external_lib is 'json', and this version of verl imports only one.*engine=on"
+    ):
+        trainings.make("replay", library)
+    assert_same_training(recording, trainings.run("replay", library, "rollout_skip.engine=on"))
+
+
+def test_the_seam_of_each_supported_version_is_known(trainings: Trainings) -> None:
+    assert list(SEAMS) == ["0.9.1", "0.8.0", "0.7.1", "0.6.1"]
+    seam: Any = find_seam(SkipTrainer)
+    trainer = trainings.make("record")
+    attribute = "async_rollout_manager" if trainer.async_rollout_mode else "actor_rollout_wg"
+    assert seam.generator(trainer) is getattr(trainer, attribute)

@@ -1,0 +1,27 @@
+"""The model and data of the end-to-end tests, made once, and a starter of trainings for each module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes.cpu.assets import make_assets
+from tests.e2e.training import Trainings
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test may run several trainings, and the first one that needs a fixture waits for its trainings too."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(1200))
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_assets(tmp_path_factory.mktemp("assets") / "tiny").folder
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Trainings:
+    return Trainings(tmp_path_factory.mktemp("trainings"), assets)

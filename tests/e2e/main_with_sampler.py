@@ -1,0 +1,45 @@
+"""The PPO recipe with a sampler of the user's own, whose order is another one in each run: SAMPLER_ORDER says which."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import ray
+from omegaconf import DictConfig
+from torch.utils.data import Dataset, Sampler
+from verl.trainer.main_ppo import run_ppo
+
+from verl_rollout_skip.runner import SkipTaskRunner
+
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "ppo" / "config"
+
+
+class ChangingSampler(Sampler[int]):
+    """From the beginning of the data, or from its end."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._rows = range(len(dataset))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows if os.environ["SAMPLER_ORDER"] == "forward" else reversed(self._rows))
+
+
+class Runner(SkipTaskRunner):
+    def make_sampler(self, config: DictConfig, dataset: Any) -> Any:
+        return ChangingSampler(dataset)
+
+
+@hydra.main(config_path=str(CONFIGS), config_name="ppo_cpu", version_base=None)
+def main(config: DictConfig) -> None:
+    run_ppo(config, task_runner_class=ray.remote(Runner))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""``rollout-skip resume`` as printed at the end of a training, run from elsewhere, after everything was moved."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from recipes.cpu import runs
+from recipes.cpu.assets import make_assets
+from tests.e2e.training import Finished, Trainings, assert_same_results, variant_in
+from verl_rollout_skip import RolloutStore
+
+
+def run_command(command: str, folder: Path, assets: Path) -> Finished:
+    """Run what was printed, in a shell, in another working directory."""
+    environment = {**runs.prepare(folder, assets), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with open(folder / "log", "wb") as log:
+        process = subprocess.run(command, shell=True, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    return Finished(folder, process.returncode)
+
+
+def test_the_printed_command_goes_on_with_the_training(trainings: Trainings, tmp_path: Path) -> None:
+    settings = ("trainer.save_freq=-1", f"rollout_skip.dump_dir={tmp_path}/dumps")
+    whole = trainings.run("whole", "trainer.total_training_steps=4", *settings, "rollout_skip.mode=off")
+    begun = trainings.run("begun", "trainer.total_training_steps=2", *settings, "rollout_skip.mode=record")
+    (command,) = [re.search(r"rollout-skip resume \S+", text) for text in begun.messages if "resume" in text]
+    assert command is not None
+    resumed = run_command(f"{command[0]} trainer.total_training_steps=4", tmp_path / "resumed", trainings.assets)
+    assert resumed.exit_code == 0, resumed.log[-5000:]
+    assert resumed.hits() == [1, 2]
+    assert_same_results(whole, resumed)
+    assert [key.step for key in RolloutStore(variant_in(tmp_path / "dumps"))] == [1, 2, 3, 4]
+    check_moved(command[0], tmp_path, trainings)
+
+
+def check_moved(command: str, tmp_path: Path, trainings: Trainings) -> None:
+    """The run folder and the model are elsewhere now, and the old places are gone."""
+    moved = shutil.move(tmp_path / "dumps", tmp_path / "moved")
+    manifest = next(Path(moved).glob("*/*/manifest.json"))
+    assets = shutil.copytree(trainings.assets, tmp_path / "assets")
+    paths = {
+        "actor_rollout_ref.model.path": "model",
+        "data.train_files": "train.parquet",
+        "data.val_files": "val.parquet",
+    }
+    remapped = [f"{key}={assets}/{name}" for key, name in paths.items()]
+    dry = f"rollout-skip resume {shlex.quote(str(manifest))} {' '.join(remapped)} --dry-run"
+    looked_at = run_command(dry, tmp_path / "dry", assets)
+    assert looked_at.exit_code == 0, looked_at.log
+    assert "steps 1-4 are recorded" in looked_at.log
+    assert "critic.model.path followed to" in looked_at.log
+    other = make_assets(tmp_path / "other-model", seed=5).folder
+    refused = run_command(
+        f"rollout-skip resume {manifest} actor_rollout_ref.model.path={other}/model", tmp_path / "no", other
+    )
+    assert refused.exit_code == 2
+    assert "made with other settings" in refused.log
+    assert "actor_rollout_ref.model.path" in refused.log

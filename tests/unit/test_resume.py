@@ -1,0 +1,67 @@
+"""The configuration with which a training goes on, from its manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.trainings import Training
+from verl_rollout_skip import RolloutKey
+from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
+from verl_rollout_skip.resume import _trainer_class, plan_resumption
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    return Training(tmp_path)
+
+
+def manifest_of(training: Training) -> str:
+    return str(training.variants()[0] / "manifest.json")
+
+
+def test_it_is_the_recorded_one_with_the_run_as_its_source(training: Training) -> None:
+    training.record(RolloutKey(1), skip={"max_disk": "1GB"}, reward__reward_model={"name": "???"})
+    config = plan_resumption(manifest_of(training), ["trainer.total_training_steps=9", "+new.key=[1,2]"]).config
+    assert config.rollout_skip == {"mode": "cache", "source": manifest_of(training), "max_disk": "1GB"}
+    assert config.trainer.total_training_steps == 9
+    assert config.new.key == [1, 2]
+    recorded = training.config("record")
+    assert config.data == recorded.data
+    assert config.actor_rollout_ref == recorded.actor_rollout_ref
+
+
+def test_settings_with_the_same_path_follow_a_path_that_is_given_anew(training: Training) -> None:
+    model = str(training.folder / "inputs" / "model")
+    training.record(RolloutKey(1), critic={"model": {"path": model}, "tokenizer": model})
+    given = ["actor_rollout_ref.model.path=/elsewhere/model", "critic.tokenizer=/kept"]
+    resumption = plan_resumption(manifest_of(training), given)
+    assert resumption.config.critic.model.path == "/elsewhere/model"
+    assert resumption.config.critic.tokenizer == "/kept"
+    assert resumption.remapped == {"critic.model.path": "/elsewhere/model"}
+
+
+def test_masked_secrets_must_be_given_again(training: Training) -> None:
+    training.record(RolloutKey(1), trainer__api_key="do-not-store")
+    with pytest.raises(ConfigError, match=r"trainer\.api_key.*Add to the command: trainer\.api_key=…"):
+        plan_resumption(manifest_of(training), [])
+    config = plan_resumption(manifest_of(training), ["trainer.api_key=again"]).config
+    assert OmegaConf.select(config, "trainer.api_key") == "again"
+
+
+@pytest.mark.parametrize("text", ["trainer.total_training_steps", "=3", "a=[1"])
+def test_what_is_no_setting_is_named(training: Training, text: str) -> None:
+    training.record(RolloutKey(1))
+    with pytest.raises(ConfigError, match=r"is no setting|cannot be read"):
+        plan_resumption(manifest_of(training), [text])
+
+
+def test_a_trainer_that_cannot_be_found_is_an_error_that_names_the_way_out(training: Training) -> None:
+    training.record(RolloutKey(1))
+    manifest = plan_resumption(manifest_of(training), []).manifest
+    for name in (None, "__main__.MyTrainer", "no.such.module.MyTrainer"):
+        object.__setattr__(manifest, "trainer", name)
+        with pytest.raises(UnsupportedTrainerError, match=r"rollout_skip\.source="):
+            _trainer_class(manifest)

@@ -1,0 +1,134 @@
+"""The engine that generates nothing: what verl starts in ``replay`` instead of vLLM or SGLang.
+
+Everything goes through verl's registries and settings: a rollout backend that launches no server and takes no weights,
+a manager without agent-loop workers, and a weight sync that does nothing. verl imports this module in its workers by
+``actor_rollout_ref.model.external_lib``.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Generator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.experimental.agent_loop import AgentLoopManager
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+
+from verl_rollout_skip.errors import ConfigError, EntryNotFoundError
+
+logger = logging.getLogger(__name__)
+
+NAME = "rollout_skip_replay"
+"""The value of ``rollout.name`` under which verl finds it."""
+
+
+class ReplayReplica(RolloutReplica):
+    """A replica of no server."""
+
+    async def launch_servers(self) -> None:
+        # The load balancer wants an address of its own for each replica; nobody ever connects to it.
+        self._server_address = f"replay://{self.replica_rank}"
+        self._server_handle = None  # type: ignore[assignment]
+
+    async def init_standalone(self) -> None:
+        # verl would reserve GPUs for it and start a worker on each.
+        await self.launch_servers()
+
+    async def sleep(self) -> None:
+        pass
+
+    async def wake_up(self) -> None:
+        pass
+
+
+class ReplayRollout(BaseRollout):
+    """The side of the engine that lives in the training workers."""
+
+    async def resume(self, tags: list[str]) -> None:
+        pass
+
+    async def release(self) -> None:
+        pass
+
+    async def update_weights(
+        self, weights: Generator[Any, None, None], wire_format: str = "named_tensors", **kwargs: Any
+    ) -> None:
+        # Gathering the weights is what costs: a generator that is closed without being asked gathers nothing.
+        if inspect.isgenerator(weights):
+            weights.close()
+
+
+class NoAgentLoops(AgentLoopManager):
+    """A manager whose rollouts all come from disk."""
+
+    async def _init_agent_loop_workers(self) -> None:
+        self.agent_loop_workers: list[Any] = []
+
+    def generate_sequences(self, prompts: Any) -> Any:
+        raise EntryNotFoundError(
+            "A rollout was to be generated, and no inference engine was started, because the mode only loads. Set "
+            "rollout_skip.engine=on if this training generates something besides its rollout steps."
+        )
+
+
+class NoWeightSync:
+    """A checkpoint manager without receivers."""
+
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
+        self.replicas = replicas
+
+    def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        return {}
+
+    def sleep_replicas(self) -> None:
+        pass
+
+    def wake_up_replicas(self) -> None:
+        pass
+
+
+def without_engine(config: DictConfig) -> DictConfig:
+    """A copy of a training's configuration that starts no inference engine and validates nothing."""
+    changed = copy.deepcopy(config)
+    if changed.trainer.get("val_only", False):
+        raise ConfigError(
+            "trainer.val_only is True: validation generates, and this mode starts no engine. Use "
+            "rollout_skip.engine=on."
+        )
+    rollout, model, trainer = changed.actor_rollout_ref.rollout, changed.actor_rollout_ref.model, changed.trainer
+    with open_dict(changed):
+        rollout.name = NAME
+        rollout.checkpoint_manager_class = _name(NoWeightSync)
+        if rollout.get("agent") is None:
+            rollout.agent = {}
+        rollout.agent.agent_loop_manager_class = _name(NoAgentLoops)
+        if OmegaConf.select(rollout, "disaggregation.enabled"):
+            rollout.disaggregation.enabled = False  # belongs to the servers that are not started
+        libraries = model.get("external_lib")
+        model.external_lib = [*_listed(libraries), __name__]
+        if trainer.get("val_before_train", True) or trainer.get("test_freq", -1) > 0:
+            logger.warning(
+                "validation is skipped: it generates, and no inference engine is started "
+                "(rollout_skip.engine=on starts it)"
+            )
+        trainer.val_before_train = False
+        trainer.test_freq = -1
+    return changed
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _listed(libraries: Any) -> list[str]:
+    if libraries is None:
+        return []
+    return [libraries] if isinstance(libraries, str) else list(libraries)
+
+
+_ROLLOUT_REGISTRY[(NAME, "async")] = _name(ReplayRollout)
+RolloutReplicaRegistry.register(NAME, lambda: ReplayReplica)

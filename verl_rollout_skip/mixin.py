@@ -1,0 +1,195 @@
+"""``RolloutSkipMixin``: puts ``RolloutSkip`` into the rollout step of a verl trainer (V0) and overrides nothing else.
+
+``class MyTrainer(RolloutSkipMixin, RayPPOTrainer): pass`` is all that a user writes. The loop stays verl's own: what
+``fit`` asks for by ``generate_sequences`` is loaded or generated, and everything else happens as always.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from verl import DataProto
+
+from verl_rollout_skip.config import SkipConfig, take_out_skip_keys
+from verl_rollout_skip.driver_batch import DriverBatch
+from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.messages import show_messages
+from verl_rollout_skip.modes import Mode, Reward
+from verl_rollout_skip.reward import recompute_rewards
+from verl_rollout_skip.rollout import RolloutSkip
+from verl_rollout_skip.samples import SampleLog
+from verl_rollout_skip.seams import Seam, find_seam, first_step
+from verl_rollout_skip.weights import DeferredWeightSync
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutSkipMixin:
+    """To be named before the trainer: ``class MyTrainer(RolloutSkipMixin, RayPPOTrainer)``."""
+
+    rollout_skip: RolloutSkip
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        places = {kind: place for place, kind in enumerate(cls.__mro__)}
+        for kind, place in places.items():
+            if place < places[RolloutSkipMixin] and not issubclass(kind, RolloutSkipMixin) and "fit" in vars(kind):
+                raise UnsupportedTrainerError(
+                    f"{cls.__name__} names {kind.__name__} before RolloutSkipMixin, whose methods then never run. "
+                    f"Write class {cls.__name__}(RolloutSkipMixin, {kind.__name__})."
+                )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        show_messages()
+        config: DictConfig = kwargs["config"] if "config" in kwargs else args[0]
+        if SkipConfig.from_config(config).mode is not Mode.OFF:
+            self._seam: Seam = find_seam(type(self))
+        self.rollout_skip = RolloutSkip.open(config, trainer=f"{type(self).__module__}.{type(self).__qualname__}")
+        self._driver_batch: DriverBatch | None = None
+        self._weight_sync: DeferredWeightSync | None = None
+        self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)
+        self._gen_batches = 0
+        self._loading = False
+        self._has_begun = False
+        config = self._configure(config)
+        if "config" in kwargs:
+            kwargs["config"] = config
+        else:
+            args = (config, *args[1:])
+        super().__init__(*args, **kwargs)
+        self._check_recorded_steps()
+
+    # The rollout step
+
+    def init_workers(self) -> None:
+        super().init_workers()  # type: ignore[misc]
+        settings = self.rollout_skip.settings
+        if settings.mode is Mode.OFF:
+            return
+        manager = self._seam.generator(self)
+        self._generate = manager.generate_sequences
+        manager.generate_sequences = self._rollout_step
+        self._watch_updates()
+        if not settings.starts_engine:
+            self._seam.stop_weight_syncs(self)
+        elif settings.mode.reads and getattr(self, "checkpoint_manager", None) is not None:
+            self._weight_sync = DeferredWeightSync(self.checkpoint_manager)  # type: ignore[attr-defined]
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        gen_batch: DataProto = super()._get_gen_batch(batch)  # type: ignore[misc]
+        samples = self.config.actor_rollout_ref.rollout.n  # type: ignore[attr-defined]
+        self._driver_batch = DriverBatch(batch, gen_batch, samples)
+        return gen_batch
+
+    def _rollout_step(self, prompts: DataProto) -> DataProto:
+        if prompts.meta_info.get("validate", False):
+            self._driver_batch = None  # it was the one of this validation
+            return self._generate_now(prompts)
+        key = RolloutKey(self.global_steps, self._gen_batches)
+        self._gen_batches += 1
+        inputs = prompts if self._driver_batch is None else self._driver_batch.complete(prompts)
+        rollout = self.rollout_skip.step(key, inputs, lambda _: self._generate_now(prompts))
+        if rollout.inputs is not inputs:
+            DriverBatch.put_back(self._driver_batch, rollout.inputs, prompts)
+        if rollout.hit and self.rollout_skip.settings.reward is Reward.RECOMPUTE:
+            recompute_rewards(rollout.batch, rollout.inputs, self)
+        if key.gen_batch == 0:
+            self._samples.log(key.step, rollout.batch, self.tokenizer)  # type: ignore[attr-defined]
+        return rollout.batch
+
+    def _generate_now(self, prompts: DataProto) -> DataProto:
+        if self._weight_sync is not None:
+            self._weight_sync.catch_up()
+        return self._generate(prompts)
+
+    # The course of a training
+
+    def fit(self) -> Any:
+        try:
+            result = super().fit()  # type: ignore[misc]
+        except BaseException:
+            self._close_after_error()
+            raise
+        self._close()
+        return result
+
+    @property
+    def global_steps(self) -> int:
+        """verl's step counter. Keys count within a step, and a step without a rollout step is noticed here."""
+        try:
+            return self.__dict__["_global_steps"]
+        except KeyError:
+            raise AttributeError("global_steps is set by fit") from None
+
+    @global_steps.setter
+    def global_steps(self, step: int) -> None:
+        moved_on = step == self.__dict__.get("_global_steps", step) + 1 and not self._loading
+        self._check_not_inert(moved_on and self._has_begun and not self._gen_batches)
+        self._has_begun = moved_on
+        self._gen_batches = 0
+        self.__dict__["_global_steps"] = step
+
+    def _load_checkpoint(self) -> Any:
+        self._loading = True
+        try:
+            return super()._load_checkpoint()  # type: ignore[misc]
+        finally:
+            self._loading = False
+
+    # Before and after
+
+    def _configure(self, config: DictConfig) -> DictConfig:
+        """What the trainer and its workers get to see."""
+        config = copy.deepcopy(config)
+        take_out_skip_keys(config)
+        if not self.rollout_skip.settings.starts_engine:
+            config = self._seam.without_engine(config)
+        return config
+
+    def _check_recorded_steps(self) -> None:
+        """A replay that cannot come to its end is not begun."""
+        if self.rollout_skip.settings.mode is not Mode.REPLAY:
+            return
+        trainer = self.config.trainer  # type: ignore[attr-defined]
+        steps_in_data = len(self.train_dataloader) * trainer.total_epochs  # type: ignore[attr-defined]
+        last = min(self.total_training_steps, steps_in_data)  # type: ignore[attr-defined]
+        if OmegaConf.select(self.config, "algorithm.filter_groups.enable"):  # type: ignore[attr-defined]
+            # How many steps the data is enough for is not known before. The recorded training may have come to its end.
+            last = min(last, max((key.step for key in self.rollout_skip.recorded_keys()), default=0))
+        self.rollout_skip.check_steps(range(first_step(trainer), last + 1))
+
+    def _watch_updates(self) -> None:
+        """Notice a step that trains on something else before it does, whatever its loop looks like."""
+        workers = self.actor_rollout_wg  # type: ignore[attr-defined]
+        update = workers.update_actor
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._check_not_inert(not self._gen_batches)
+            return update(*args, **kwargs)
+
+        workers.update_actor = watched
+
+    def _check_not_inert(self, nothing_passed: bool) -> None:
+        if not nothing_passed or self.rollout_skip.settings.mode is Mode.OFF:
+            return
+        raise InertError(
+            f"Step {self.global_steps} has no rollout step that goes through {type(self).__name__}: its loop "
+            f"generates in another way than by {self._seam.description}, so nothing is recorded or replayed. Derive "
+            "from a trainer whose loop does, or call RolloutSkip.step in your own loop (docs/configuration.md)."
+        )
+
+    def _close(self) -> None:
+        self._samples.close()
+        if self._weight_sync is not None:
+            self.rollout_skip.statistics.notes.append(self._weight_sync.describe())
+        self.rollout_skip.close()
+
+    def _close_after_error(self) -> None:
+        try:
+            self._close()
+        except Exception as error:  # the error that ended the training is the one to see; this one is told beside it
+            logger.error("while the dumps were completed: %s", error)

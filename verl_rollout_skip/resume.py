@@ -1,0 +1,125 @@
+"""Goes on with a training from its manifest: the recorded configuration, with some settings given anew.
+
+Recorded steps are loaded, the following ones are generated and recorded into the same run. The folder may have been
+moved or copied: what counts is where the manifest is now, and the content of model and data, not their paths.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from verl_rollout_skip.config import BLOCK, take_out_skip_keys
+from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
+from verl_rollout_skip.manifest import Manifest
+from verl_rollout_skip.secrets import MASK
+
+# Of the settings of this package those that go on; the others say where and how the recorded training was started.
+_KEPT = ("steps", "max_dump_steps", "prompts", "background", "on_dump_error", "max_disk")
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What is to be run. ``remapped`` are settings that followed another one, because they had the same value."""
+
+    manifest: Manifest
+    config: DictConfig
+    remapped: dict[str, str]
+
+
+def plan_resumption(path: str, overrides: Sequence[str]) -> Resumption:
+    """The configuration with which a training goes on; raises if something must be given that is not."""
+    manifest = Manifest.load(path)
+    config = OmegaConf.create(copy.deepcopy(manifest.config))
+    take_out_skip_keys(config)
+    given = _parse(overrides)
+    remapped = _apply(config, given)
+    _check_secrets(config)
+    recorded = {key: value for key, value in (manifest.config.get(BLOCK) or {}).items() if key in _KEPT}
+    with open_dict(config):
+        config[BLOCK] = {"mode": "cache", "source": manifest.path, **recorded, **(config.get(BLOCK) or {})}
+    return Resumption(manifest, config, remapped)
+
+
+def run_resumption(resumption: Resumption) -> None:
+    """Train, in this process and the Ray workers that it starts."""
+    from verl_rollout_skip.runner import SkipTaskRunner, train
+
+    uses_v1 = resumption.config.trainer.get("use_v1", False)
+
+    class ResumingTaskRunner(SkipTaskRunner):
+        trainer_class = SkipTaskRunner.trainer_class if uses_v1 else _trainer_class(resumption.manifest)
+
+    train(resumption.config, ResumingTaskRunner)
+
+
+def _trainer_class(manifest: Manifest) -> type:
+    name = manifest.trainer
+    advice = f"Start the training by its own entry point with {BLOCK}.source={manifest.path}"
+    if name is None:
+        raise UnsupportedTrainerError(f"{manifest.path} does not say which trainer recorded it. {advice}")
+    module, _, kind = name.rpartition(".")
+    if module == "__main__" or "<locals>" in name:
+        raise UnsupportedTrainerError(f"The trainer {name} stands in a script, where it cannot be found. {advice}")
+    try:
+        found = getattr(import_module(module), kind)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedTrainerError(f"The trainer {name} cannot be imported here: {error}. {advice}") from error
+    assert isinstance(found, type)
+    return found
+
+
+def _parse(overrides: Sequence[str]) -> dict[str, Any]:
+    """``key=value``, as on verl's command line; a plus sign before the key is allowed and means nothing here."""
+    given = {}
+    for text in overrides:
+        key, sign, value = text.lstrip("+").partition("=")
+        if not sign or not key.strip():
+            raise ConfigError(f"{text!r} is no setting; give key=value, e.g. trainer.total_training_steps=20.")
+        try:
+            given[key.strip()] = OmegaConf.from_dotlist([f"value={value}"])["value"]
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(f"{text!r} cannot be read: {error}") from error
+    return given
+
+
+def _apply(config: DictConfig, given: Mapping[str, Any]) -> dict[str, str]:
+    """Put settings into a configuration. Other settings that had the same path follow, unless they are given too."""
+    remapped = {}
+    for key, value in given.items():
+        old = OmegaConf.select(config, key)
+        OmegaConf.update(config, key, value, force_add=True)
+        if not isinstance(old, str) or "/" not in old or not isinstance(value, str):
+            continue
+        for other, leaf in list(_leaves(config)):
+            if leaf == old and other not in given:
+                OmegaConf.update(config, other, value)
+                remapped[other] = value
+    return remapped
+
+
+def _check_secrets(config: DictConfig) -> None:
+    missing = [key for key, value in _leaves(config) if isinstance(value, str) and MASK in value]
+    if missing:
+        commands = " ".join(f"{key}=…" for key in missing)
+        raise ConfigError(
+            f"Secrets are not in a manifest, so they must be given again: {', '.join(missing)}. Add to the command: "
+            f"{commands}"
+        )
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, DictConfig):
+        for key in tree:
+            if OmegaConf.is_missing(tree, key):
+                continue  # verl leaves what nobody needs at ???
+            yield from _leaves(tree[key], f"{path}.{key!s}" if path else str(key))
+    else:
+        yield path, tree

@@ -1,0 +1,55 @@
+"""``reward: recompute``: recorded responses are scored by today's reward function, by the trainer's own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from verl import DataProto
+
+from verl_rollout_skip.errors import UnsupportedTrainerError
+
+SCORES = "rm_scores"
+EXTRA_KEYS = "reward_extra_keys"
+# The same extras once more, as a dict for each row.
+_EXTRAS = "reward_extra_info"
+
+
+def recompute_rewards(batch: DataProto, inputs: DataProto, trainer: Any) -> None:
+    """Put today's rewards into a loaded rollout. One without rewards is left: the trainer scores it itself."""
+    if SCORES not in batch.batch.keys():  # noqa: SIM118 - a TensorDict is no dict
+        return
+    scored = _reward_manager(trainer)(_unscored(batch, inputs))
+    for key in batch.meta_info.get(EXTRA_KEYS, []):
+        batch.non_tensor_batch.pop(key, None)
+    batch.batch[SCORES] = scored.batch[SCORES]
+    extras = scored.non_tensor_batch
+    batch.non_tensor_batch.update(extras)
+    batch.meta_info[EXTRA_KEYS] = list(scored.meta_info[EXTRA_KEYS])
+    if _EXTRAS in batch.non_tensor_batch:
+        rows = np.empty(len(batch), dtype=object)
+        rows[:] = [{key: values[row] for key, values in extras.items()} for row in range(len(batch))]
+        batch.non_tensor_batch[_EXTRAS] = rows
+
+
+def _unscored(batch: DataProto, inputs: DataProto) -> DataProto:
+    """What a reward function gets to see: responses with prompts, answers …, without recorded rewards."""
+    scores = {SCORES, _EXTRAS, *batch.meta_info.get(EXTRA_KEYS, [])}
+    tensors = {key: value for key, value in batch.batch.items() if key not in scores}
+    columns = {**inputs.non_tensor_batch, **batch.non_tensor_batch}
+    given = DataProto.from_dict(tensors=tensors)
+    given.non_tensor_batch = {key: value for key, value in columns.items() if key not in scores}
+    given.meta_info = {"global_steps": inputs.meta_info.get("global_steps")}
+    return given
+
+
+def _reward_manager(trainer: Any) -> Callable[[DataProto], DataProto]:
+    manager = getattr(trainer, "reward_loop_manager", None)
+    if manager is None:
+        raise UnsupportedTrainerError(
+            f"rollout_skip.reward is 'recompute', and {type(trainer).__name__} has no reward_loop_manager to score "
+            "recorded responses with. Use rollout_skip.reward=recorded, or verl 0.9.1."
+        )
+    compute: Callable[[DataProto], DataProto] = manager.compute_rm_score
+    return compute

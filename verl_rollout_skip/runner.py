@@ -1,0 +1,70 @@
+"""Entry points: ``train``, and ``SkipTaskRunner`` for verl's ``run_ppo``, which trains with the trainer class you name.
+
+verl's own task runner names ``RayPPOTrainer`` in its code; this one has it as an attribute and does the same otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+from verl.trainer.main_ppo_v0 import BaseTaskRunner
+from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.dataset.rl_dataset import collate_fn
+
+from verl_rollout_skip.trainers import SkipPPOTrainer
+from verl_rollout_skip.v1.seam import use_skip_trainer
+
+
+class SkipTaskRunner(BaseTaskRunner):
+    """Makes the trainer, its workers and data, and lets it train: ``run_ppo(config, ray.remote(SkipTaskRunner))``."""
+
+    trainer_class: type = SkipPPOTrainer
+
+    def run(self, config: DictConfig) -> None:
+        OmegaConf.resolve(config)
+        _, ray_worker_group_cls = self.add_actor_rollout_worker(config)
+        self.add_critic_worker(config)
+        self.add_reward_model_resource_pool(config)
+        self.add_teacher_model_resource_pool(config)
+        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+        model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+        train_dataset, val_dataset = (_dataset(config, model, is_train) for is_train in (True, False))
+        trainer = self.trainer_class(
+            config=config,
+            tokenizer=model.tokenizer,
+            processor=model.processor,
+            role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=self.init_resource_pool_mgr(config),
+            ray_worker_group_cls=ray_worker_group_cls,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            collate_fn=collate_fn,
+            train_sampler=self.make_sampler(config, train_dataset),
+        )
+        trainer.init_workers()
+        trainer.fit()
+
+    def make_sampler(self, config: DictConfig, dataset: Any) -> Any:
+        """The order of the training data; to be overridden for one of your own."""
+        return create_rl_sampler(config.data, dataset)
+
+
+def train(config: DictConfig, task_runner: type = SkipTaskRunner) -> None:
+    """What verl's own entry point does, with recorded rollouts: V1 or V0, as ``trainer.use_v1`` says."""
+    if config.trainer.use_v1:
+        use_skip_trainer(config)
+        run_ppo(config, task_runner_class=TaskRunnerV1)
+    else:
+        run_ppo(config, task_runner_class=ray.remote(task_runner))
+
+
+def _dataset(config: DictConfig, model: Any, is_train: bool) -> Any:
+    data = config.data
+    files, limit = (data.train_files, "train_max_samples") if is_train else (data.val_files, "val_max_samples")
+    return create_rl_dataset(
+        files, data, model.tokenizer, model.processor, is_train=is_train, max_samples=data.get(limit, -1)
+    )
