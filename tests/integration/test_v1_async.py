@@ -1,0 +1,145 @@
+"""Asynchronous V1 trainers: recorded and replayed from the first step to the last, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.v1_trainings import (
+    PROMPTS,
+    ColocateTrainer,
+    SeparateTrainer,
+    Trainings,
+    hits,
+    results,
+    transfer_queue,
+)
+from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip.errors import ConfigError, EntryExistsError, EntryNotFoundError, MismatchError
+
+STEPS = ("trainer.total_training_steps=4",)
+SEPARATE = (
+    *STEPS,
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+    "trainer.v1.separate_async.parameter_sync_step=2",
+)
+KINDS = {"colocate": (ColocateTrainer, STEPS), "separate": (SeparateTrainer, SEPARATE)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def queue() -> Iterator[None]:
+    with transfer_queue():
+        yield
+
+
+@pytest.fixture
+def trainings(tmp_path: Path) -> Trainings:
+    return Trainings(tmp_path)
+
+
+def prompts_left(trainer: Any) -> int:
+    return sum("_" not in key for key in trainer.left_over)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_samples_what_was_sampled_with_its_staleness(trainings: Trainings, kind: str) -> None:
+    trainer, settings = KINDS[kind]
+    recorded = trainings.train("record", *settings, kind=trainer)
+    again = trainings.train("replay", *settings, kind=trainer)
+    assert again.trained == recorded.trained
+    assert results(again) == results(recorded)
+    lags = {step - 1 - tag["max_global_steps"] for step, batch in _by_step(recorded) for tag in batch["tags"]}
+    assert lags == {0, 1}, "nothing was generated ahead"
+    assert again.engine.prompts == []
+    assert again.weights.sent == []
+    assert prompts_left(again) == prompts_left(recorded) == PROMPTS
+    assert len(again.left_over) == PROMPTS, "what was loaded is still in TransferQueue"
+
+
+def test_several_updates_a_step_are_recorded_each_for_itself(trainings: Trainings) -> None:
+    trainings.train("record", *SEPARATE, kind=SeparateTrainer)
+    keys = RolloutStore(trainings.variant()).keys()
+    assert keys == [RolloutKey(step, update) for step in (1, 2, 3, 4) for update in (0, 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_that_were_filtered_are_replaced_as_they_were(trainings: Trainings, kind: str) -> None:
+    trainer, settings = KINDS[kind]
+    settings = (*settings, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
+    recorded = trainings.train("record", *settings, kind=trainer)
+    again = trainings.train("replay", *settings, kind=trainer)
+    assert len(recorded.engine.prompts) > 5 * PROMPTS, "nothing was evicted and drawn anew"
+    assert again.trained == recorded.trained
+    assert results(again) == results(recorded)
+    assert prompts_left(again) == prompts_left(recorded)
+
+
+def test_a_replay_resumes_from_checkpoints_of_the_recording_and_from_its_own(trainings: Trainings) -> None:
+    settings = (*STEPS, "trainer.save_freq=2")
+    resume = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={trainings.folder}/checkpoints/global_step_2",
+    )
+    recorded = trainings.train("record", *settings, kind=ColocateTrainer)
+    assert trainings.train("replay", *settings, *resume, kind=ColocateTrainer).trained == recorded.trained[2:]
+    whole = trainings.train("replay", *settings, kind=ColocateTrainer)
+    assert whole.trained == recorded.trained
+    assert trainings.train("replay", *settings, *resume, kind=ColocateTrainer).trained == recorded.trained[2:]
+
+
+def test_a_recording_that_resumes_from_a_checkpoint_can_be_replayed_as_a_whole(trainings: Trainings) -> None:
+    settings = (*STEPS, "trainer.save_freq=2")
+    first = trainings.train("record", *settings, kind=ColocateTrainer)
+    resumed = trainings.train(
+        "refresh",
+        *settings,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={trainings.folder}/checkpoints/global_step_2",
+        kind=ColocateTrainer,
+    )
+    assert len(resumed.trained) == 2
+    whole = trainings.train("replay", *settings, kind=ColocateTrainer)
+    assert whole.trained == [*first.trained[:2], *resumed.trained]
+
+
+def test_cache_records_where_nothing_is_and_refuses_to_mix_loaded_and_generated_steps(trainings: Trainings) -> None:
+    recorded = trainings.train("cache", *STEPS, kind=ColocateTrainer)
+    assert hits(recorded) == []
+    assert trainings.train("replay", *STEPS, kind=ColocateTrainer).trained == recorded.trained
+    with pytest.raises(EntryExistsError, match=r"Steps 1-4 of this training are recorded .* generates ahead"):
+        trainings.train("cache", "trainer.total_training_steps=6", kind=ColocateTrainer)
+
+
+def test_what_cannot_be_exact_is_refused_before_anything_starts(trainings: Trainings) -> None:
+    trainings.train("record", *STEPS, kind=ColocateTrainer)
+    for mode in ("repeat", "repeat_last"):
+        with pytest.raises(ConfigError, match="a recorded step cannot stand for another one"):
+            trainings.train(mode, *STEPS, kind=ColocateTrainer)
+    with pytest.raises(ConfigError, match="steps cannot be loaded and generated in turn"):
+        trainings.train("replay", *STEPS, "+rollout_skip.steps=[2]", "+rollout_skip.engine=on", kind=ColocateTrainer)
+
+
+def test_other_prompts_or_another_number_of_steps_are_never_replayed(trainings: Trainings) -> None:
+    trainings.train("record", *STEPS, kind=ColocateTrainer)
+    with pytest.raises(MismatchError, match="rows differ"):
+        trainings.train("replay", *STEPS, "data.seed=2", "+rollout_skip.on_mismatch=reuse", kind=ColocateTrainer)
+    with pytest.raises(EntryNotFoundError, match="5 are not recorded"):
+        trainings.train("replay", "trainer.total_training_steps=5", kind=ColocateTrainer)
+
+
+def test_a_synchronous_recording_is_not_taken_for_an_asynchronous_training(trainings: Trainings) -> None:
+    trainings.train("record", *STEPS)
+    with pytest.raises(MismatchError, match=r"trainer_mode: sync → colocate_async"):
+        trainings.train("replay", *STEPS, "trainer.v1.trainer_mode=skip_colocate_async", kind=ColocateTrainer)
+
+
+def _by_step(trainer: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    updates = len(trainer.trained) // len(trainer.logged)
+    for number, batch in enumerate(trainer.trained):
+        yield number // updates + 1, batch

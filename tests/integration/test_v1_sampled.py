@@ -1,0 +1,121 @@
+"""Batches out of a real TransferQueue and back into it: every field, bit by bit, in order, under other uids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+from tests.v1_trainings import PARTITION, clear_queue, put_session, seen, trajectory, transfer_queue
+from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip.errors import UnsupportedBatchError
+from verl_rollout_skip.v1 import sampled
+
+K1 = RolloutKey(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def queue() -> Iterator[None]:
+    with transfer_queue():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def empty_queue() -> Iterator[None]:
+    yield
+    clear_queue()
+
+
+def put(uid: str, session: int, tokens: list[int], **fields: Any) -> list[str]:
+    """Put a session with one output for each number of tokens, as an agent-loop worker does; returns the keys."""
+    outputs = []
+    for length in tokens:
+        output = AgentLoopOutput(
+            prompt_ids=[7] * (3 + session),
+            response_ids=list(range(length)),
+            response_mask=[1] * length,
+            response_logprobs=[-0.1 * position for position in range(length)],
+            reward_score=0.5,
+            num_turns=2,
+            metrics=AgentLoopMetrics(),
+            extra_fields={"reward_extra_info": {"acc": np.float32(0.5)}, "min_global_steps": 1, "max_global_steps": 2},
+        )
+        prompt = {"uid": uid, "global_steps": 1, "index": np.int64(4), "raw_prompt": [{"role": "user"}], **fields}
+        outputs.append(trajectory(output, prompt, session))
+    put_session(outputs)
+    return [f"{uid}_{session}_{index}" for index in range(len(tokens))]
+
+
+def batch_of(keys: list[str]) -> KVBatchMeta:
+    tags = tq.kv_list(PARTITION)[PARTITION]
+    return KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
+
+
+def stored(batch: KVBatchMeta, folder: Path, metrics: dict[str, Any] | None = None) -> TensorDict:
+    """Taken out, recorded, and read again."""
+    fields, partial = sampled.fetch(batch)
+    uids = [sampled.Trajectory.parse(key).uid for key in batch.keys]
+    places = [sorted(set(uids)).index(uid) for uid in uids]
+    sampled.pack(fields, batch, places, sampled.Sample(["d"], [0], metrics or {}, partial))
+    with RolloutStore(folder) as store:
+        store.put(K1, fields)
+    return RolloutStore(folder).get(K1)
+
+
+def test_a_batch_comes_back_with_every_bit_type_and_tag_in_its_order(tmp_path: Path) -> None:
+    keys = [*put("b", 0, [3, 1]), *put("a", 0, [2]), *put("b", 1, [4])]
+    before = batch_of([keys[3], keys[0], keys[2], keys[1]])
+    back = sampled.put(stored(before, tmp_path), ["new-b", "new-b", "new-a", "new-b"])
+    assert back.keys == ["new-b_1_0", "new-b_0_0", "new-a_0_0", "new-b_0_1"]
+    assert seen(back) == seen(before)
+    assert back.tags == before.tags
+    first, second = (tq.kv_batch_get(keys=found.keys, partition_id=PARTITION) for found in (before, back))
+    for name in first.keys():  # noqa: SIM118
+        one, other = first.get(name), second.get(name)
+        assert type(one) is type(other), name
+        if isinstance(one, torch.Tensor):
+            assert (one.dtype, one.layout, one.is_nested) == (other.dtype, other.layout, other.is_nested), name
+
+
+def test_fields_that_only_some_trajectories_have_stay_where_they_were(tmp_path: Path) -> None:
+    keys = [*put("a", 0, [2], routed=torch.tensor([[1, 2], [3, 4]])), *put("b", 0, [3]), *put("c", 0, [1], note=None)]
+    before = batch_of(keys)
+    back = sampled.put(stored(before, tmp_path), ["A", "B", "C"])
+    fields, partial = sampled.fetch(back)
+    assert partial == {"routed": [0], "note": [2]}
+    assert fields.get("routed").tolist()[0].tolist() == [[1, 2], [3, 4]]
+    common = tq.kv_batch_get(keys=back.keys, partition_id=PARTITION)
+    assert not {"routed", "note"} & set(common.keys())
+
+
+def test_positions_with_several_rows_a_token_and_other_tensors_come_back(tmp_path: Path) -> None:
+    keys = []
+    for session, length in enumerate([5, 3]):
+        positions = torch.arange(4 * length).reshape(4, length)
+        image = torch.rand(2, length, 3, dtype=torch.float32).to(torch.bfloat16)
+        keys += put("a", session, [length], mrope=positions, image=image, flag=torch.tensor(True))
+    before = batch_of(keys)
+    back = sampled.put(stored(before, tmp_path), ["A", "A"])
+    assert seen(back) == seen(before)
+
+
+def test_what_verl_reported_with_a_sample_comes_back_with_its_types(tmp_path: Path) -> None:
+    metrics = {"evicted": 3, "staleness/mean": np.float64(1.5), "_counts": {0.0: 2, 1.0: 1}}
+    recorded = stored(batch_of(put("a", 0, [1])), tmp_path, metrics)
+    back = sampled.Sample(**recorded.get(sampled.SAMPLE).data)
+    assert repr(back.metrics) == repr(metrics)
+
+
+def test_a_field_under_a_name_that_recordings_use_is_an_error() -> None:
+    batch = batch_of(put("a", 0, [1], tq_tag="mine"))
+    fields, partial = sampled.fetch(batch)
+    with pytest.raises(UnsupportedBatchError, match="'tq_tag'"):
+        sampled.pack(fields, batch, [0], sampled.Sample([], [], {}, partial))

@@ -1,0 +1,318 @@
+"""The synchronous V1 trainer with recorded rollouts: verl's own loop, dataloader, replay buffer and TransferQueue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import ray
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from tests.batches import rollout_input, rollout_output
+from tests.v1_trainings import (
+    PROMPTS,
+    SAMPLES,
+    Engine,
+    PlainTrainer,
+    SyncTrainer,
+    Trainings,
+    hits,
+    left_over,
+    transfer_queue,
+)
+from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip.errors import (
+    ConfigError,
+    EntryExistsError,
+    EntryNotFoundError,
+    InertError,
+    MismatchError,
+    UnsupportedTrainerError,
+)
+from verl_rollout_skip.rollout import RolloutSkip
+
+STEPS = [1, 2, 3]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def queue() -> Iterator[None]:
+    with transfer_queue():
+        yield
+
+
+@pytest.fixture
+def trainings(tmp_path: Path) -> Trainings:
+    """Nothing is recorded yet."""
+    return Trainings(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def recording(queue: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainings, Any]:
+    trainings = Trainings(tmp_path_factory.mktemp("recording"))
+    return trainings, trainings.train("record")
+
+
+@pytest.fixture
+def recorded(recording: tuple[Trainings, Any]) -> Any:
+    """The trainer that recorded what ``after_recording`` has."""
+    return recording[1]
+
+
+@pytest.fixture
+def after_recording(recording: tuple[Trainings, Any], tmp_path: Path) -> Trainings:
+    """Three steps are recorded, in a copy that a test may change."""
+    return recording[0].copied(tmp_path)
+
+
+def in_any_order(step: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """The rows of an update sorted by prompt, session and output, for runs whose trajectories finished in another
+    order; how long it took to generate a row does not repeat."""
+    columns = {name: values for name, values in step.items() if name not in ("keys", "uid")}
+    rows = [
+        (int(index), *key[1:], *(values[row] for values in columns.values()))
+        for row, (index, key) in enumerate(zip(step["index"], step["keys"], strict=True))
+    ]
+    return sorted(rows, key=lambda row: row[:3])
+
+
+def test_recording_changes_nothing(trainings: Trainings) -> None:
+    plain, recorded = trainings.train(None, kind=PlainTrainer), trainings.train("record")
+    assert [in_any_order(step) for step in plain.trained] == [in_any_order(step) for step in recorded.trained]
+    assert recorded.engine.prompts == plain.engine.prompts
+    assert recorded.weights.sent == plain.weights.sent == [0, 1, 2, 3]
+    assert RolloutStore(trainings.variant()).keys() == [RolloutKey(step) for step in STEPS]
+    assert recorded.left_over == plain.left_over == []
+
+
+@pytest.mark.parametrize("mode", ["cache", "replay"])
+def test_a_recorded_training_is_loaded_in_its_row_order_and_nothing_is_generated_or_waited_for(
+    after_recording: Trainings, recorded: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReplayBuffer, "_sync_metadata_from_transfer_queue", _never)
+    again = after_recording.train(mode)
+    assert again.trained == recorded.trained
+    assert again.engine.prompts == []
+    assert again.weights.sent == []
+    assert again.left_over == []
+    assert hits(again) == STEPS
+    assert "3 loaded" in again.rollout_skip.summary()
+
+
+def test_groups_of_unequal_size_several_outputs_and_failed_sessions_are_what_these_tests_load(recorded: Any) -> None:
+    trained = recorded.trained
+    keys = [key for step in trained for key in step["keys"]]
+    assert any(index == "1" for _, _, index in keys), "no session with several outputs"
+    sessions = [{(prompt, session) for prompt, session, _ in step["keys"]} for step in trained]
+    assert min(map(len, sessions)) < PROMPTS * SAMPLES, "no failed session"
+    orders = [[prompt for prompt, _, _ in step["keys"]] for step in trained]
+    assert any(order != sorted(order) for order in orders), "trajectories did not finish in turn"
+
+
+def test_missing_steps_are_generated_from_their_own_prompts_with_the_weights_of_their_time(
+    after_recording: Trainings, recorded: Any
+) -> None:
+    RolloutStore(after_recording.variant()).delete(RolloutKey(2))
+    partial = after_recording.train("cache")
+    assert hits(partial) == [1, 3]
+    assert partial.engine.prompts == recorded.engine.prompts[PROMPTS : 2 * PROMPTS]
+    assert partial.weights.sent == [1]
+    assert [in_any_order(step) for step in partial.trained] == [in_any_order(step) for step in recorded.trained]
+    assert partial.trained[0] == recorded.trained[0]
+    assert partial.trained[2] == recorded.trained[2]
+    assert hits(after_recording.train("replay")) == STEPS
+
+
+def test_a_training_that_resumes_from_a_checkpoint_loads_its_own_steps(trainings: Trainings) -> None:
+    settings = ("trainer.total_training_steps=4", "trainer.save_freq=2")
+    recorded = trainings.train("record", *settings)
+    resumed = trainings.train(
+        "cache",
+        *settings,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={trainings.folder}/checkpoints/global_step_2",
+    )
+    assert resumed.trained == recorded.trained[2:]
+    assert hits(resumed) == [3, 4]
+
+
+def test_prompts_of_another_seed_are_a_miss_in_cache_and_an_error_in_replay(
+    after_recording: Trainings,
+) -> None:
+    other = ("data.seed=2", "+rollout_skip.on_mismatch=reuse")
+    with pytest.raises(MismatchError, match=r"step 1, generation batch 0 is recorded with another input: \d+ of 18"):
+        after_recording.train("replay", *other)
+    generated = after_recording.train("cache", *other)
+    assert hits(generated) == []
+    assert len(generated.engine.prompts) == 3 * PROMPTS
+
+
+@pytest.mark.parametrize("changed", ["data.seed=2", "actor_rollout_ref.rollout.temperature=0.7", "dataset"])
+def test_another_seed_temperature_or_dataset_is_never_a_hit(after_recording: Trainings, changed: str) -> None:
+    overrides = [changed]
+    if changed == "dataset":
+        file = after_recording.folder / "inputs" / "train.parquet"
+        rows = pandas.read_parquet(file)
+        rows.at[39, "data_source"] = "another"
+        rows.to_parquet(file)
+        overrides = []
+    other = after_recording.train("cache", "trainer.total_training_steps=1", *overrides)
+    assert hits(other) == []
+    assert len(other.engine.prompts) == PROMPTS
+    assert len(list(after_recording.dumps.glob("*/*/manifest.json"))) == 2, "not a variant of its own"
+
+
+def test_the_recorded_batch_can_take_the_place_of_other_prompts_whole(
+    after_recording: Trainings, recorded: Any
+) -> None:
+    trainings = after_recording
+    settings = ("data.seed=2", "+rollout_skip.on_mismatch=reuse", "+rollout_skip.prompts=recorded")
+    replaced = trainings.train("replay", *settings)
+    assert replaced.trained == recorded.trained
+    unskipped = trainings.train(None, "data.seed=2", "trainer.total_training_steps=4", kind=PlainTrainer)
+    later = trainings.train("cache", *settings, "trainer.total_training_steps=4")
+    assert hits(later) == STEPS
+    assert later.engine.prompts == unskipped.engine.prompts[3 * PROMPTS :], "the dataloader stands elsewhere"
+
+
+def test_repeat_loads_the_recorded_steps_in_turn_and_repeat_last_the_last_one(
+    after_recording: Trainings, recorded: Any
+) -> None:
+    repeated = after_recording.train("repeat", "trainer.total_training_steps=5")
+    assert repeated.trained == [recorded.trained[step] for step in (0, 1, 2, 0, 1)]
+    last = after_recording.train("repeat_last", "trainer.total_training_steps=5")
+    assert last.trained == [recorded.trained[step] for step in (0, 1, 2, 2, 2)]
+    assert repeated.engine.prompts == last.engine.prompts == []
+    assert repeated.left_over == last.left_over == []
+
+
+def test_only_chosen_steps_are_recorded_and_loaded(trainings: Trainings) -> None:
+    recorded = trainings.train("record", "+rollout_skip.steps=[2]")
+    assert RolloutStore(trainings.variant()).keys() == [RolloutKey(2)]
+    again = trainings.train("cache", "+rollout_skip.steps=[2]")
+    assert hits(again) == [2]
+    assert again.trained[1] == recorded.trained[1]
+    assert again.engine.prompts == recorded.engine.prompts[:PROMPTS] + recorded.engine.prompts[2 * PROMPTS :]
+    assert again.weights.sent == [0, 2]
+
+
+def test_only_so_many_steps_are_dumped(trainings: Trainings) -> None:
+    trainings.train("cache", "+rollout_skip.max_dump_steps=2")
+    assert RolloutStore(trainings.variant()).keys() == [RolloutKey(1), RolloutKey(2)]
+
+
+def test_record_never_overwrites_and_refresh_does(after_recording: Trainings) -> None:
+    with pytest.raises(EntryExistsError, match="mode 'refresh' replaces it"):
+        after_recording.train("record")
+    refreshed = after_recording.train("refresh")
+    assert after_recording.train("replay").trained == refreshed.trained
+
+
+def test_a_replay_that_cannot_come_to_its_end_is_not_begun(after_recording: Trainings) -> None:
+    with pytest.raises(EntryNotFoundError, match=r"would replay steps 1 to 5, and 4-5 are not recorded"):
+        after_recording.train("replay", "trainer.total_training_steps=5")
+
+
+def test_upstreams_own_skip_beside_this_one_is_an_error(trainings: Trainings) -> None:
+    with pytest.raises(ConfigError, match=r"skip\.rollout_tq\.enable is True"):
+        trainings.train("cache", "skip.rollout_tq.enable=True", "skip.rollout_tq.steps=[1]")
+
+
+def test_a_rollout_of_a_v0_trainer_is_refused_with_the_reason(after_recording: Trainings) -> None:
+    with RolloutStore(after_recording.variant()) as store:
+        store.put(RolloutKey(1), rollout_output(), inputs=rollout_input(), replace=True)
+    with pytest.raises(MismatchError, match="not recorded by one of verl's V1 trainers"):
+        after_recording.train("replay")
+
+
+@pytest.mark.parametrize("prompts", ["check", "recorded"])
+def test_a_v0_training_refuses_a_rollout_of_a_v1_trainer_with_the_reason(
+    after_recording: Trainings, prompts: str
+) -> None:
+    settings = {"mode": "replay", "dump_dir": after_recording.dumps, "prompts": prompts}
+    config = after_recording.config(*(f"+rollout_skip.{key}={value}" for key, value in settings.items()))
+    with RolloutSkip.open(config) as skip, pytest.raises(MismatchError, match="one of verl's V1 trainers"):
+        skip.step(RolloutKey(1), rollout_input(18), _never)
+
+
+def test_a_loop_that_samples_in_another_way_is_an_error(trainings: Trainings) -> None:
+    class OwnLoop(SyncTrainer):
+        def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:
+            self._held.clear()
+            return KVBatchMeta(partition_id="train", keys=[], tags=[])
+
+    with pytest.raises(InertError, match="Step 1 went by without a sample of ReplayBuffer through OwnLoop"):
+        trainings.train("record", kind=OwnLoop)
+
+
+def test_a_trajectory_whose_prompt_was_submitted_in_another_way_is_an_error(trainings: Trainings) -> None:
+    class OwnPrompts(SyncTrainer):
+        def _add_batch_to_generate(self) -> None:
+            batch = self._next_train_batch()
+            super(SyncTrainer.__mro__[1], self)._submit_batch_to_rollout(batch)  # verl's own
+
+    with pytest.raises(InertError, match="did not pass through _submit_batch_to_rollout"):
+        trainings.train("record", kind=OwnPrompts)
+
+
+def test_prompts_that_a_sampler_keeps_are_replayed_and_never_lost_in_cache(trainings: Trainings) -> None:
+    class Keeping(SyncTrainer):
+        """Submits one prompt more than it trains on, and trains on it in the step after."""
+
+        def _next_train_batch(self, num_prompts: int | None = None) -> Any:
+            batch = super()._next_train_batch(num_prompts)
+            return batch if self.global_steps > 1 else super(SyncTrainer, self)._next_train_batch(2 * PROMPTS)
+
+    recorded = trainings.train("record", kind=Keeping)
+    assert len(recorded.left_over) > 0
+    replayed = trainings.train("replay", kind=Keeping)
+    assert replayed.trained == recorded.trained
+    RolloutStore(trainings.variant()).delete(RolloutKey(2))
+    with pytest.raises(UnsupportedTrainerError, match=f"{PROMPTS} prompts are left over from the loaded steps before"):
+        trainings.train("cache", kind=Keeping)
+
+
+def test_fifty_loaded_steps_leave_transfer_queue_as_clean_as_fifty_generated_ones(trainings: Trainings) -> None:
+    class Watched(SyncTrainer):
+        def on_step_begin(self) -> None:
+            self.found.append((left_over(), _allocated()))
+            super().on_step_begin()
+
+        def _setup(self) -> None:
+            self.found: list[Any] = []
+            super()._setup()
+
+    settings = ("trainer.total_training_steps=50",)
+    generated = trainings.train("record", *settings, kind=Watched)
+    loaded = trainings.train("cache", *settings, kind=Watched)
+    assert hits(loaded) == list(range(1, 51))
+    assert loaded.trained == generated.trained
+    for trainer in (generated, loaded):
+        assert [keys for keys, _ in trainer.found] == [[]] * 50
+    most = max(allocated for _, allocated in generated.found)
+    assert all(allocated <= most for _, allocated in loaded.found), "rows of TransferQueue were not given back"
+
+
+def test_an_engine_that_fails_everything_fails_as_without_recording(trainings: Trainings) -> None:
+    class Broken(Engine):
+        def generate_sequences(self, batch: Any) -> None:
+            tags = [{"status": "failure"}] * len(batch)
+            tq.kv_batch_put(keys=batch["uid"], partition_id="train", tags=tags)
+
+    with pytest.raises(RuntimeError, match="no materializable trajectories"):
+        trainings.train("record", engine=Broken())
+
+
+def _allocated() -> int:
+    """How many rows TransferQueue has given out and not got back."""
+    controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    snapshot = ray.get(controller.get_partition_snapshot.remote("train"))
+    return 0 if snapshot is None else len(snapshot.global_indexes)
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("generated, or looked for what is generated, although it should have been loaded")

@@ -1,0 +1,117 @@
+"""Prompts in flight: drawn, sampled, dropped, put back; and the metrics of several samples in a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils.tensordict_utils import assign_non_tensor_data, get_tensordict
+
+from verl_rollout_skip.errors import InertError
+from verl_rollout_skip.v1.dataloader import PushBack
+from verl_rollout_skip.v1.in_flight import InFlight
+from verl_rollout_skip.v1.metrics import of_step
+
+
+def batch(*numbers: int, run: str = "run", step: int = 1) -> TensorDict:
+    """Prompts as V1's dataloader gives them."""
+    cells = [[{"role": "user", "content": f"{number}+1="}] for number in numbers]
+    raw_prompt = np.empty(len(cells), dtype=object)
+    raw_prompt[:] = cells
+    made = get_tensordict(
+        {
+            "raw_prompt": raw_prompt,
+            "index": np.array(numbers, dtype=object),
+            "image": torch.tensor([[number, 2] for number in numbers]),
+            "uid": np.array([f"{run}-{number}" for number in numbers], dtype=object),
+        }
+    )
+    assign_non_tensor_data(made, "global_steps", step)
+    return made
+
+
+def flying(*numbers: int, run: str = "run") -> InFlight:
+    prompts = InFlight()
+    prompts.add(batch(*numbers, run=run))
+    return prompts
+
+
+def digests(prompts: InFlight) -> list[str]:
+    return [prompt.digest for prompt in prompts.drawn]
+
+
+def test_the_same_prompts_have_the_same_digests_in_another_run_and_step_and_in_other_company() -> None:
+    together, alone = flying(1, 2, 3), InFlight()
+    for number in (1, 2, 3):
+        alone.add(batch(number, run="another", step=7))
+    assert digests(together) == digests(alone)
+    assert len(set(digests(together))) == 3
+
+
+@pytest.mark.parametrize("change", ["raw_prompt", "index", "image"])
+def test_any_changed_column_is_another_digest(change: str) -> None:
+    other = batch(1, 2)
+    other.set(change, batch(5, 2).get(change))
+    changed = InFlight()
+    changed.add(other)
+    same = [old == new for old, new in zip(digests(flying(1, 2)), digests(changed), strict=True)]
+    assert same == [False, True]
+
+
+def test_rows_come_as_often_as_they_were_sampled() -> None:
+    rows = flying(1, 2, 3).rows([2, 0, 2])
+    assert rows["index"] == [3, 1, 3]
+    assert rows["uid"] == ["run-3", "run-1", "run-3"]
+    assert rows["image"].tolist() == [[3, 2], [1, 2], [3, 2]]
+    assert "global_steps" not in rows.keys()  # noqa: SIM118
+
+
+def test_sampled_and_dropped_prompts_are_gone_and_the_others_are_no_longer_new() -> None:
+    prompts = flying(1, 2, 3, 4)
+    gone = prompts.gone(sampled=["run-2"], waiting=["run-3", "run-4"])
+    assert gone == [0, 1]
+    prompts.settle(gone)
+    prompts.add(batch(5))
+    assert prompts.places(["run-4", "run-5"]) == [1, 2]
+    assert [prompt.uid for prompt in prompts.drawn] == ["run-5"]
+
+
+def test_prompts_of_a_checkpoint_are_in_flight_but_not_drawn() -> None:
+    prompts = InFlight()
+    prompts.restore(batch(1, 2))
+    prompts.add(batch(3))
+    assert len(prompts) == 3
+    assert [prompt.uid for prompt in prompts.drawn] == ["run-3"]
+
+
+def test_a_prompt_that_nobody_drew_is_an_error() -> None:
+    with pytest.raises(InertError, match="'run-9' did not pass through"):
+        flying(1).places(["run-9"])
+
+
+def test_what_was_drawn_ahead_in_vain_comes_again_in_its_order() -> None:
+    chunks = iter([batch(1, 2), batch(3), batch(4)])
+    ahead = PushBack()
+    assert ahead.next() is None
+    ahead.draw(lambda: next(chunks))
+    ahead.draw(lambda: next(chunks))
+    assert ahead.put_back() == 3
+    again = [ahead.draw(lambda: next(chunks))["index"] for _ in range(3)]
+    assert again == [[1, 2], [3], [4]]
+    assert [chunk["index"] for chunk in ahead.keep()] == again
+    assert ahead.put_back() == 0
+    assert ahead.next() is None
+
+
+def test_seconds_of_several_samples_add_up_and_hits_are_a_share() -> None:
+    samples = [
+        {"rollout_skip/hit": 1.0, "rollout_skip/load_s": 0.5, "rollout_skip/dump_failures": 0.0},
+        {"rollout_skip/hit": 0.0, "rollout_skip/load_s": 0.25, "rollout_skip/dump_failures": 1.0},
+    ]
+    assert of_step(samples) == {
+        "rollout_skip/hit": 0.5,
+        "rollout_skip/load_s": 0.75,
+        "rollout_skip/dump_failures": 1.0,
+    }
+    assert of_step([]) == {}

@@ -1,0 +1,27 @@
+"""verl's V1 trainers with recorded rollouts; names are imported when first used, because verl's trainers are slow."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_rollout_skip.v1.mixin import RolloutSkipMixin
+    from verl_rollout_skip.v1.trainers import (
+        SkipPPOTrainerColocateAsync,
+        SkipPPOTrainerSeparateAsync,
+        SkipPPOTrainerSync,
+    )
+
+__all__ = ["RolloutSkipMixin", "SkipPPOTrainerColocateAsync", "SkipPPOTrainerSeparateAsync", "SkipPPOTrainerSync"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "mixin" if name == "RolloutSkipMixin" else "trainers"
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

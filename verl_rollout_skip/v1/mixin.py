@@ -1,0 +1,292 @@
+"""``RolloutSkipMixin`` for verl's V1 trainers: loads what ``replay_buffer.sample`` returns, or lets it be generated.
+
+Prompts are held back until the batch is sampled; then it is known whether they have to be generated at all. The loop,
+the replay buffer and what comes after a sample stay verl's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from typing import Any
+
+from omegaconf import DictConfig, open_dict
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+
+from verl_rollout_skip.config import take_out_skip_keys
+from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.messages import show_messages
+from verl_rollout_skip.modes import Mode, Reward
+from verl_rollout_skip.outcome import Rollout
+from verl_rollout_skip.prompts import UID, OtherInput
+from verl_rollout_skip.rollout import RolloutSkip
+from verl_rollout_skip.samples import SampleLog
+from verl_rollout_skip.seams import first_step
+from verl_rollout_skip.store.store import LoadedEntry
+from verl_rollout_skip.v1 import asynchronous, reward, sampled
+from verl_rollout_skip.v1.dataloader import PushBack
+from verl_rollout_skip.v1.engine import NoReplicas, remove_engine, remove_transport
+from verl_rollout_skip.v1.in_flight import InFlight
+from verl_rollout_skip.v1.metrics import of_step
+from verl_rollout_skip.v1.seam import SYNC, base_mode, check_bases
+from verl_rollout_skip.weights import DeferredWeightSync
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutSkipMixin:
+    """To be named before the trainer: ``class MyTrainer(RolloutSkipMixin, PPOTrainerSync)``."""
+
+    rollout_skip: RolloutSkip
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_bases(cls, RolloutSkipMixin)
+
+    def __init__(self, config: DictConfig) -> None:
+        show_messages()
+        mode, name = base_mode(type(self)), f"{type(self).__module__}.{type(self).__qualname__}"
+        self.rollout_skip = RolloutSkip.open(copy.deepcopy(config), trainer=name)
+        reward.check_settings(self.rollout_skip.settings, config)
+        if mode != SYNC:
+            asynchronous.check_settings(self.rollout_skip.settings)
+        self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)
+        self._in_flight = InFlight()
+        self._push_back = PushBack()
+        self._held: list[TensorDict] = []
+        self._prepared: dict[str, Any] = {}
+        self._generating = False
+        self._never_sent = 0
+        self._weight_sync: DeferredWeightSync | None = None
+        self._last_key = RolloutKey(0)
+        self._step_metrics: list[dict[str, float]] = []
+        # In place, because verl makes the agent loops from the object that it gave us; and it picks settings by the
+        # name of its own trainer.
+        take_out_skip_keys(config)
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = mode
+        if not self.rollout_skip.settings.starts_engine:
+            remove_engine(config)
+        if self.rollout_skip.settings.mode is Mode.REPLAY:
+            asynchronous.keep_roles(config)
+        super().__init__(config)  # type: ignore[call-arg]
+
+    @property
+    def _is_on(self) -> bool:
+        return self.rollout_skip.settings.mode is not Mode.OFF
+
+    @property
+    def _is_sync(self) -> bool:
+        return bool(self.trainer_mode == SYNC)  # type: ignore[attr-defined]
+
+    @property
+    def _holds_back(self) -> bool:
+        """Whether prompts wait for the decision. Asynchronous trainings generate ahead, or replay everything."""
+        return self._is_sync or self.rollout_skip.settings.mode is Mode.REPLAY
+
+    # Drawing and submitting prompts
+
+    def _fetch_one_gen_batch(self) -> TensorDict:
+        chunk = self._push_back.next()
+        return super()._fetch_one_gen_batch() if chunk is None else chunk  # type: ignore[misc]
+
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        if not self._is_on:
+            return super()._submit_batch_to_rollout(batch)  # type: ignore[misc]
+        self._in_flight.add(batch)
+        if self._generating or not self._holds_back:
+            return super()._submit_batch_to_rollout(batch)  # type: ignore[misc]
+        if self._is_sync:
+            self._held.append(batch)
+        else:
+            asynchronous.register(batch, self.global_steps)  # type: ignore[attr-defined]
+        return len(batch)
+
+    def prepare_step(self) -> dict[str, Any]:
+        self._prepared = super().prepare_step()  # type: ignore[misc]
+        return self._prepared
+
+    def _reissue_inflight_prompts(self, partition_id: str = sampled.PARTITION) -> int:
+        """A checkpoint of an asynchronous training brought its prompts in flight with it."""
+        if self._is_on and not self._is_sync:
+            self._in_flight.restore(asynchronous.restored_prompts(forget_trajectories=self._holds_back))
+        return 0 if self._holds_back else super()._reissue_inflight_prompts(partition_id)  # type: ignore[misc]
+
+    # Sampling
+
+    def _build_replay_buffer(self) -> Any:
+        buffer = super()._build_replay_buffer()  # type: ignore[misc]
+        if self._is_on:
+            self._sample = buffer.sample
+            buffer.sample = self._rollout_step
+        return buffer
+
+    def _rollout_step(
+        self, global_steps: int, partition_id: str, batch_size: int
+    ) -> tuple[KVBatchMeta, dict[str, Any]]:
+        if partition_id != sampled.PARTITION:
+            return self._sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        key = self._next_key()
+        rollout = None
+        if self.rollout_skip.covers(key) and (self._holds_back or self.rollout_skip.settings.mode is not Mode.CACHE):
+            try:
+                rollout = self.rollout_skip.load(key, self._line_up)
+            finally:
+                if rollout is None:
+                    self._undraw()
+        return self._generate(key, batch_size) if rollout is None else self._put(rollout)
+
+    def _next_key(self) -> RolloutKey:
+        step, last = self.global_steps, self._last_key  # type: ignore[attr-defined]
+        self._last_key = RolloutKey(step, last.gen_batch + 1 if step == last.step else 0)
+        return self._last_key
+
+    def _line_up(self, entry: LoadedEntry) -> TensorDict:
+        """The prompts of the current step, row by row as an entry has them; refills are drawn as they were then."""
+        self._undraw()
+        places, sample = sampled.sample_of(entry)
+        self._draw(len(sample.drawn))
+        if max(places) >= len(self._in_flight):
+            raise OtherInput("it was sampled from prompts of earlier steps that the current training did not draw.")
+        if not self.rollout_skip.replaces_prompts:
+            self._compare_untrained(set(places), sample)
+        return self._in_flight.rows(places)
+
+    def _draw(self, count: int) -> None:
+        drawn = len(self._in_flight.drawn)
+        while drawn < count:
+            chunk = self._push_back.draw(super()._fetch_one_gen_batch)  # type: ignore[misc]
+            self._in_flight.add(chunk)
+            drawn += len(chunk)
+        if drawn != count:
+            raise OtherInput(f"its step drew {count} prompts from the data, and the current one draws {drawn}.")
+
+    def _undraw(self) -> None:
+        self._in_flight.take_back(self._push_back.put_back())
+
+    def _compare_untrained(self, trained: set[int], sample: sampled.Sample) -> None:
+        """Prompts that were drawn and not trained on are in no row of the entry, but the dataloader moves by them."""
+        first = len(self._in_flight) - len(sample.drawn)
+        pairs = zip(self._in_flight.drawn, sample.drawn, strict=True)
+        others = [number for number, (prompt, digest) in enumerate(pairs) if prompt.digest != digest]
+        if others and not any(first + number in trained for number in others):
+            raise OtherInput(
+                f"prompt {others[0]} of the {len(sample.drawn)} that its step drew from the data, one that it did not "
+                "train on, is another one now."
+            )
+
+    def _put(self, rollout: Rollout) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """A hit: what was recorded is in TransferQueue when this returns, as if it had been generated."""
+        if self.rollout_skip.settings.reward is Reward.RECOMPUTE:
+            reward.recompute_rewards(rollout.batch, rollout.inputs, self)
+        batch = sampled.put(rollout.batch, rollout.inputs.get(UID).tolist())
+        sample = sampled.Sample(**rollout.batch.get(sampled.SAMPLE).data)
+        ahead = self._push_back.keep()
+        if not self._is_sync:
+            for chunk in ahead:
+                asynchronous.register(chunk, self.global_steps)  # type: ignore[attr-defined]
+            asynchronous.clear(self._in_flight.uids(sample.gone))
+        self._held.clear()
+        self._in_flight.settle(sample.gone)
+        self._never_sent = len(self._in_flight)
+        self._step_metrics.append(rollout.metrics)
+        self._log_samples(rollout.batch)
+        return batch, dict(sample.metrics)
+
+    def _generate(self, key: RolloutKey, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        if self._never_sent:
+            raise UnsupportedTrainerError(
+                f"{key} is to be generated, and {self._never_sent} prompts are left over from the loaded steps before: "
+                f"{type(self.replay_buffer).__name__} keeps prompts from step to step, "  # type: ignore[attr-defined]
+                "so loaded and generated steps cannot follow each other exactly. Use mode replay or refresh."
+            )
+        if self._weight_sync is not None:
+            self._weight_sync.catch_up()
+        started = time.perf_counter()
+        self._generating = True
+        try:
+            for held in self._held:
+                super()._submit_batch_to_rollout(held)  # type: ignore[misc]
+            self._held.clear()
+            batch, metrics = self._sample(
+                global_steps=self.global_steps,  # type: ignore[attr-defined]
+                partition_id=sampled.PARTITION,
+                batch_size=batch_size,
+            )
+        finally:
+            self._generating = False
+        self._record(key, batch, metrics, time.perf_counter() - started)
+        return batch, metrics
+
+    def _record(self, key: RolloutKey, batch: KVBatchMeta, metrics: dict[str, Any], seconds: float) -> None:
+        uids = [sampled.Trajectory.parse(key).uid for key in batch.keys]
+        places = self._in_flight.places(uids)
+        gone = self._in_flight.gone(uids, sampled.waiting_prompts())
+        if self.rollout_skip.covers(key):
+            fields, partial = sampled.fetch(batch)
+            drawn = [prompt.digest for prompt in self._in_flight.drawn]
+            reported = asynchronous.joined(self._prepared, metrics)
+            sampled.pack(fields, batch, places, sampled.Sample(drawn, gone, reported, partial))
+            inputs = self._in_flight.rows(places)
+            self._step_metrics.append(self.rollout_skip.record(key, fields, inputs, seconds))
+            self._log_samples(fields)
+        self._in_flight.settle(gone)
+        self._prepared = {}
+
+    def _log_samples(self, batch: TensorDict) -> None:
+        if self._last_key.gen_batch == 0:
+            self._samples.log(self._last_key.step, batch, self.tokenizer)  # type: ignore[attr-defined]
+
+    # The course of a training
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()  # type: ignore[misc]
+        if self._is_on:
+            trainer = self.config.trainer  # type: ignore[attr-defined]
+            in_data = self.steps_per_epoch * trainer.total_epochs  # type: ignore[attr-defined]
+            last = min(self.total_training_steps, in_data)  # type: ignore[attr-defined]
+            wanted = range(first_step(trainer), last + 1)
+            self.rollout_skip.check_steps(wanted)
+            if not self._is_sync:
+                asynchronous.check_steps(self.rollout_skip, wanted)
+
+    def _setup(self) -> None:
+        settings = self.rollout_skip.settings
+        if not settings.starts_engine:
+            remove_transport(self.config)  # type: ignore[attr-defined]
+        super()._setup()  # type: ignore[misc]
+        if not settings.starts_engine:
+            for manager in ("checkpoint_manager", "standalone_checkpoint_manager"):
+                if hasattr(self, manager):
+                    setattr(self, manager, NoReplicas())
+        elif settings.mode.reads and self._is_sync:
+            self._weight_sync = DeferredWeightSync(self.checkpoint_manager)  # type: ignore[attr-defined]
+
+    def _validate(self) -> dict[str, float]:
+        if self._weight_sync is not None:
+            self._weight_sync.catch_up()
+        return super()._validate()  # type: ignore[misc]
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> KVBatchMeta:
+        self._step_metrics = []
+        batch: KVBatchMeta = super().step(metrics, timing_raw)  # type: ignore[misc]
+        if self._is_on and self._last_key.step != self.global_steps:  # type: ignore[attr-defined]
+            raise InertError(
+                f"Step {self.global_steps} went by without a sample of "  # type: ignore[attr-defined]
+                f"{type(self.replay_buffer).__name__} through {type(self).__name__}, so "  # type: ignore[attr-defined]
+                "nothing is recorded or replayed: its loop samples in another way than by self.replay_buffer.sample."
+            )
+        metrics.update(of_step(self._step_metrics))
+        return batch
+
+    def fit(self, agent_loop_manager: Any) -> Any:
+        with self.rollout_skip:
+            try:
+                return super().fit(agent_loop_manager)  # type: ignore[misc]
+            finally:
+                self._samples.close()
+                if self._weight_sync is not None:
+                    self.rollout_skip.statistics.notes.append(self._weight_sync.describe())

@@ -1,0 +1,109 @@
+"""``reward: recompute`` on V1: recorded responses are scored by the workers that score generated ones, in the same way.
+
+verl scores a session as soon as it has ended, all of its outputs at once. With a colocated reward model it scores after
+the sample; then there is nothing to do here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
+from verl import DataProto
+
+from verl_rollout_skip.config import BLOCK, SkipConfig
+from verl_rollout_skip.errors import ConfigError, UnsupportedBatchError
+from verl_rollout_skip.modes import Reward
+from verl_rollout_skip.v1.sampled import INDEX, SESSION, stack
+
+SCORES, EXTRA_FIELDS, EXTRAS = "rm_scores", "extra_fields", "reward_extra_info"
+_FILTER = "algorithm.filter_groups.enable"
+# What verl passes to an agent loop beside the columns of the data.
+_OF_THE_SESSION = ("session_id", "global_steps")
+
+
+def check_settings(settings: SkipConfig, config: DictConfig) -> None:
+    """Refuse what cannot be exact: which groups are kept depends on the rewards that they got then."""
+    if settings.reward is Reward.RECOMPUTE and OmegaConf.select(config, _FILTER):
+        raise ConfigError(
+            f"{BLOCK}.reward is 'recompute' and {_FILTER} is True: recorded are the groups that were kept because of "
+            f"their rewards, and today's reward function would have kept others. Use {BLOCK}.reward=recorded, or "
+            "record anew."
+        )
+
+
+def recompute_rewards(batch: TensorDict, inputs: TensorDict, trainer: Any) -> None:
+    """Put today's rewards into a loaded rollout."""
+    if SCORES not in batch.keys():  # noqa: SIM118 - a TensorDict is no dict
+        return
+    rows = _Rows(batch, inputs)
+    workers = trainer.get_reward_handles()
+    sessions = list(rows.sessions().values())
+    calls = zip(itertools.cycle(workers), sessions, strict=False)
+    results = ray.get([worker.compute_score.remote(rows.of(session)) for worker, session in calls])
+    scores: list[torch.Tensor] = [torch.empty(0)] * len(batch)
+    extra_fields = rows.column(EXTRA_FIELDS)
+    for session, result in zip(sessions, results, strict=True):
+        for row in session:
+            scores[row] = torch.zeros_like(rows.column("response_mask")[row], dtype=torch.float32)
+            scores[row][-1] = result["reward_score"]
+            extra_fields[row] = {**extra_fields[row], EXTRAS: result[EXTRAS]}
+    batch.set(SCORES, torch.nested.as_nested_tensor(scores, layout=torch.jagged))
+    batch.set(EXTRA_FIELDS, stack(extra_fields))
+
+
+class _Rows:
+    """The rows of a recorded batch as an agent loop has them when it asks for a score."""
+
+    def __init__(self, batch: TensorDict, inputs: TensorDict) -> None:
+        self._batch = batch
+        self._columns: dict[str, list[Any]] = {}
+        self._given = [name for name in inputs.keys() if name in batch.keys()]  # noqa: SIM118
+        for row, fields in enumerate(self.column(EXTRA_FIELDS)):
+            if EXTRAS not in fields:
+                raise UnsupportedBatchError(
+                    f"{BLOCK}.reward is 'recompute', and row {row} got its reward from its agent loop, not from a "
+                    f"reward function, so it cannot be computed from the response. Use {BLOCK}.reward=recorded."
+                )
+
+    def column(self, name: str) -> list[Any]:
+        if name not in self._columns:
+            column = self._batch.get(name)
+            self._columns[name] = list(column.unbind()) if isinstance(column, torch.Tensor) else column.tolist()
+        return self._columns[name]
+
+    def sessions(self) -> dict[tuple[str, int], list[int]]:
+        """The rows of each session in the order of its outputs."""
+        found: dict[tuple[str, int], list[int]] = {}
+        indexes = self._batch[INDEX].tolist()
+        for row in sorted(range(len(indexes)), key=lambda row: indexes[row]):
+            found.setdefault((self.column("uid")[row], self.column(SESSION)[row].item()), []).append(row)
+        return found
+
+    def of(self, session: list[int]) -> DataProto:
+        """One session, as ``AgentLoopWorker._compute_score`` sends it to be scored."""
+        tokens = {name: [self.column(name)[row] for row in session] for name in ("prompts", "responses", "input_ids")}
+        tokens["position_ids"] = [self.column("position_ids")[row] for row in session]
+        tokens["attention_mask"] = [torch.ones_like(ids) for ids in tokens["input_ids"]]
+        padded = {name: pad_sequence(rows, batch_first=True, padding_value=0) for name, rows in tokens.items()}
+        last, count = session[-1], len(session)
+        names = [*self._given, *(name for name in _OF_THE_SESSION if name in self._batch.keys())]  # noqa: SIM118
+        extras = [
+            {name: value for name, value in self.column(EXTRA_FIELDS)[row].items() if name != EXTRAS} for row in session
+        ]
+        return DataProto(
+            batch=TensorDict(padded, batch_size=count),
+            non_tensor_batch={
+                **{name: np.array([self.column(name)[last]] * count) for name in names},
+                "__num_turns__": np.array([self.column("num_turns")[row] for row in session]),
+                "tool_extra_fields": np.array(extras, dtype=object),
+                "prompt_len": np.array([len(ids) for ids in tokens["prompts"]]),
+                "response_len": np.array([len(ids) for ids in tokens["responses"]]),
+            },
+        )

@@ -1,0 +1,52 @@
+"""Which of verl's V1 trainers a class is made of."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from verl_rollout_skip.errors import UnsupportedTrainerError
+
+SYNC = "sync"
+SKIP = "skip_"
+SUPPORTED = "0.9.1"
+
+
+def check_bases(trainer: type, mixin: type) -> None:
+    """Raise if a trainer is named before the mixin, whose methods would then never run."""
+    places = {kind: place for place, kind in enumerate(trainer.__mro__)}
+    for kind, place in places.items():
+        if place < places[mixin] and not issubclass(kind, mixin) and "fit" in vars(kind):
+            named = next((base for base in trainer.__bases__ if issubclass(base, kind)), kind).__name__
+            raise TypeError(
+                f"{trainer.__name__} names {named} before {mixin.__name__}, whose methods then never run. "
+                f"Write class {trainer.__name__}({mixin.__name__}, {named})."
+            )
+
+
+def use_skip_trainer(config: DictConfig) -> None:
+    """Let verl choose the trainer with recorded rollouts for the mode that a configuration names."""
+    mode = config.trainer.v1.trainer_mode
+    if not mode.startswith(SKIP):
+        config.trainer.v1.trainer_mode = f"{SKIP}{mode}"
+
+
+def base_mode(trainer: type) -> str:
+    """The trainer mode under which verl knows the trainer that a class adds recorded rollouts to."""
+    import verl
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from verl_rollout_skip.v1.mixin import RolloutSkipMixin
+
+    if verl.__version__ != SUPPORTED:
+        raise UnsupportedTrainerError(
+            f"verl {verl.__version__} is installed, and where its V1 trainers generate is known here for {SUPPORTED} "
+            "only. Install that one, or a later version of verl-rollout-skip."
+        )
+    names = {kind: name for name, kind in TRAINER_REGISTRY.items()}
+    for kind in trainer.__mro__:
+        if kind in names and not issubclass(kind, RolloutSkipMixin):
+            return names[kind]
+    raise UnsupportedTrainerError(
+        f"{trainer.__name__} has none of verl's V1 trainers among its bases ({', '.join(sorted(TRAINER_REGISTRY))}). "
+        f"Write class {trainer.__name__}(RolloutSkipMixin, PPOTrainerSync), or register your own trainer first."
+    )
