@@ -6,22 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli_program import ROOT, assert_fits, assert_one_line_error, run, run_as_nobody, run_without_torch
 from tests.trainings import RUN_NAME, Engine, Training, inputs_of
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main
+from verl_rollout_skip.store.entry import record_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
 K1, K2 = RolloutKey(1), RolloutKey(2)
-
-
-def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "verl_rollout_skip.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ}, timeout=100)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +53,7 @@ def test_ls_lists_runs_variants_and_what_differs(recorded: Training) -> None:
     assert "actor_rollout_ref.rollout.temperature: " in done.stdout
     assert "1-2" in done.stdout
     assert "1 × 8" in done.stdout
+    assert_fits(done.stdout)
 
 
 def test_ls_as_json_has_the_numbers(recorded: Training, capsys: Any) -> None:
@@ -76,7 +74,7 @@ def test_ls_of_a_variant_lists_its_entries(recorded: Training, capsys: Any) -> N
     variant = by_temperature(recorded)[1.0]
     for path in (f"{variant}", f"{variant}/", f"{variant}/manifest.json"):
         assert main(["ls", path]) == 0
-        assert "mean response" in capsys.readouterr().out
+        assert "generated in" in capsys.readouterr().out
 
 
 def test_show_prints_the_record_and_samples(recorded: Training) -> None:
@@ -127,7 +125,7 @@ def test_verify_lists_what_is_damaged_and_exits_with_1(damaged: Path, capsys: An
     done = run("verify", damaged)
     assert done.returncode == 1
     assert "step 2, generation batch 0 is damaged" in done.stdout
-    assert "2 entries in 1 variants checked, 1 problems" in done.stdout
+    assert "2 entries in 1 variant checked, 1 problem" in done.stdout
     assert main(["verify", str(damaged.parent), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"]
@@ -193,7 +191,8 @@ def test_text_from_a_dump_cannot_command_the_terminal(tmp_path: Path, capsys: An
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["ls", "/does/not/exist"], "No recorded rollouts in /does/not/exist"),
+        (["ls", "/does/not/exist"], "/does/not/exist does not exist."),
+        (["ls", "{dumps}/../inputs"], "No recorded rollouts in "),
         (["ls", "nonsense://x"], "nonsense"),
         (["show", "{dumps}"], "There are 2 variants, choose one"),
         (["show", "{variant}", "--step", "9"], "step 9, generation batch 0 is not recorded"),
@@ -210,6 +209,66 @@ def test_an_error_is_one_line_and_exit_code_2(recorded: Training, capsys: Any, a
     assert output.err.startswith("rollout-skip: error: ")
     assert output.err.count("\n") == 1
     assert words in output.err
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_a_folder_that_may_not_be_read_is_one_line(tmp_path: Path, command: str) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0)
+    assert_one_line_error(run_as_nobody(command, closed), "Permission denied", str(closed))
+
+
+def test_an_unknown_command_lists_the_known_ones() -> None:
+    done = run("lst")
+    assert done.returncode == 2
+    assert "invalid choice: 'lst'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_that_knows_only_ascii_is_no_reason_to_fail(recorded: Training) -> None:
+    done = run("ls", recorded.dumps, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_stops_early_is_no_error(recorded: Training) -> None:
+    command = f"{sys.executable} -m verl_rollout_skip.cli ls {recorded.dumps} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == f"{RUN_NAME}\n"
+    assert done.stderr == ""
+
+
+def test_ls_needs_no_torch(recorded: Training) -> None:
+    done = run_without_torch("ls", recorded.dumps)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ls_of_ten_thousand_entries_opens_no_parquet_file(tmp_path: Path) -> None:
+    """The Parquet files have their size and no content, and every file that is opened is counted."""
+    with RolloutStore(tmp_path / "one") as store:
+        store.put(K1, Engine()(inputs_of(K1)))
+    record = store.record(K1)
+    for step in range(1, 10_001):
+        folder = tmp_path / "many" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "gen_000.json").write_bytes(record_bytes(replace(record, key=RolloutKey(step))))
+        with open(folder / "gen_000.parquet", "wb") as file:
+            os.truncate(file.fileno(), record.bytes)
+    script = (
+        "import sys; opened = []\n"
+        "sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == 'open' else None)\n"
+        "from verl_rollout_skip.cli import main; code = main(sys.argv[1:])\n"
+        "names = [path.rsplit('.', 1)[-1] for path in opened if 'gen_' in path]\n"
+        "print(code, names.count('parquet'), names.count('json'), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", script, "ls", str(tmp_path / "many")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.stderr == "0 0 10000\n"
+    assert "1-10000" in done.stdout
+    assert f"{10_000 * record.rows}" in done.stdout
+    assert len(done.stdout.splitlines()) > 10_000
 
 
 def test_help_has_examples_and_needs_no_torch() -> None:

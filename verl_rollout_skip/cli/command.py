@@ -1,95 +1,111 @@
-"""The command line: arguments, exit codes, and errors in one line. 0: fine, 1: something is damaged, 2: an error."""
+"""The command line: arguments, exit codes, and errors in one line."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from verl_rollout_skip._version import __version__
+from verl_rollout_skip.cli.commands import COMMANDS
 
+EXIT_CODES = {
+    0: "all is well",
+    1: "it worked and found something damaged, or, with diff, something different",
+    2: "it did not work; one line on standard error says why and what to do",
+    130: "interrupted with Ctrl-C",
+}
+_WIDTH = 80
 _EXAMPLES = """\
 examples:
-  rollout-skip ls /data/dumps                                  all runs below a dump_dir
-  rollout-skip ls /data/dumps/RUN                              what differs between the variants of a run
-  rollout-skip show /data/dumps/RUN/VARIANT --step 3 --row 5   one trajectory
-  rollout-skip verify s3://bucket/dumps --json                 check everything, for a script
+  rollout-skip ls /data/dumps                      all runs below a dump_dir
+  rollout-skip stats /data/dumps/RUN/VARIANT       its steps in numbers
+  rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5
+                                                   one trajectory
+  rollout-skip verify /data/dumps --json           check everything, for a script
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parsed = make_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
     logging.basicConfig(level=logging.ERROR, format="rollout-skip: %(message)s")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows only ASCII is no reason to fail
     try:
-        code = _run(parsed)
+        code = _run(make_parser(given[:1]).parse_args(given))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        print("rollout-skip: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it exits
         return 0
     except Exception as error:  # whatever a file system or a library raises is one line for the user
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"rollout-skip: error: {text}", file=sys.stderr)
+        print(f"rollout-skip: error: {describe(error)}", file=sys.stderr)
         return 2
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+def make_parser(commands: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of the command line with the arguments of these commands, or of all."""
+    codes = "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
+    parser = _Parser(
         prog="rollout-skip",
-        description="Look at recorded rollouts and check them.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Look at recorded rollouts, check them and look after them.",
+        epilog=f"{_EXAMPLES}\nexit codes:\n{codes}",
+        formatter_class=_formatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    place = argparse.ArgumentParser(add_help=False)
-    place.add_argument("path", metavar="PATH", help="a dump_dir, a run folder or a variant; local or a URL (s3://…)")
-    place.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    text = "list runs, variants and what differs between them, and steps"
-    commands.add_parser("ls", parents=[place], help=text, description=text.capitalize() + ".")
-    text = "show the record of a rollout step and samples of it"
-    show = commands.add_parser("show", parents=[place], help=text, description=text.capitalize() + ".")
-    show.add_argument("--step", type=int, metavar="N", help="the training step (default: the first that is recorded)")
-    show.add_argument("--gen-batch", type=int, default=0, metavar="N", help="the generate call within it (default: 0)")
-    show.add_argument("--row", type=int, metavar="N", help="one row instead of the first three")
-    show.add_argument(
-        "--tokenizer", metavar="DIR", help="a tokenizer folder (default: the recorded one, or the model's)"
-    )
-    text = "check every digest, record and manifest; the exit code is 1 if anything is wrong"
-    commands.add_parser("verify", parents=[place], help=text, description=text.capitalize() + ".")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for command in COMMANDS:
+        one = subparsers.add_parser(command.name, help=command.help, formatter_class=_formatter, allow_abbrev=False)
+        if commands is None or command.name in commands:
+            module = command.load()
+            module.add_arguments(one)
+            one.add_argument("--json", action="store_true", help="print JSON, for scripts")
+            one.set_defaults(module=module)
     return parser
 
 
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        place = error.filename2 or error.filename
+        text = f"{error.strerror}: {place}" if place else error.strerror
+    else:
+        text = str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line, as it is with every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"rollout-skip: error: {message}; see {self.prog} --help\n")
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, width=_WIDTH, max_help_position=26)
+
+
 def _run(parsed: argparse.Namespace) -> int:
-    # Imported late: `--help` and a misspelt option need neither torch nor pyarrow.
-    from verl_rollout_skip.cli import ls, show, verify
-    from verl_rollout_skip.cli.folders import find_variants
     from verl_rollout_skip.cli.text import make_console
 
-    variants = find_variants(parsed.path)
-    console = make_console()
-    code, result, render = 0, None, None
-    if parsed.command == "ls":
-        result, render = ls.collect(variants), ls.render
-    elif parsed.command == "show":
-        result = show.collect(variants, parsed.step, parsed.gen_batch, parsed.row, parsed.tokenizer)
-        render = show.render
-    else:
-        result, render = verify.collect(variants, quiet=parsed.json), verify.render
-        code = 0 if result["ok"] else 1
+    result = parsed.module.run(parsed)
     if parsed.json:
-        print(json.dumps(result, indent=2, ensure_ascii=False, default=_plain))
+        # Infinities and NaN become words: every JSON reader takes those.
+        data = json.loads(json.dumps(result.data, default=_plain), parse_constant=str)
+        print(json.dumps(data, indent=2, ensure_ascii=False))
     else:
-        render(console, result)
-    return code
+        parsed.module.render(make_console(), result.data)
+    return int(result.exit_code)
 
 
 def _plain(value: Any) -> Any:

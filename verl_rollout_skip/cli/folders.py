@@ -1,18 +1,32 @@
-"""From the path that a user gives to the variants below it: it may be a dump_dir, a run folder or a variant."""
+"""From the path that a user gives to what is recorded there.
+
+It may be a dump_dir, a run folder, a variant, its manifest, a step of it, or a file of a step.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from verl_rollout_skip.errors import ManifestError, StoreError
+from verl_rollout_skip.config import Steps, parse_steps
+from verl_rollout_skip.entries import Entries, describe_steps
+from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, StoreError
+from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME, Manifest, read_manifest
 from verl_rollout_skip.store import names
 from verl_rollout_skip.store.locations import join, open_storage
 from verl_rollout_skip.store.storage import HERE, Storage
-from verl_rollout_skip.store.store import RolloutStore
 
+if TYPE_CHECKING:
+    from verl_rollout_skip.store.store import RolloutStore
+
+ALL_STEPS = Steps()
 _DEPTH = 2
+_STEP = re.compile(r"(?P<variant>.+)/(?P<folder>step_\d{6,})(?:/(?P<batch>gen_\d{3,})\.(?:parquet|json))?")
 
 
 @dataclass(frozen=True)
@@ -27,31 +41,114 @@ class Variant:
     def run(self) -> str:
         if self.manifest is not None:
             return self.manifest.run_name
-        return self.path.rstrip("/").rsplit("/", 2)[-2] if self.path.count("/") > 1 else self.path
+        return self.run_path.rsplit("/", 1)[-1] or self.path
+
+    @property
+    def run_path(self) -> str:
+        return self.path.rsplit("/", 1)[0]
 
     @property
     def name(self) -> str:
-        return self.path.rstrip("/").rsplit("/", 1)[-1]
+        return self.path.rsplit("/", 1)[-1]
 
-    @property
+    @cached_property
     def storage(self) -> Storage:
         return open_storage(self.path)
 
     @property
+    def entries(self) -> Entries:
+        return Entries(self.storage)
+
+    @property
     def store(self) -> RolloutStore:
+        """For whole batches. This imports torch."""
+        from verl_rollout_skip.store.store import RolloutStore
+
         return RolloutStore(self.path, background=False)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The variants at a path, and which of their entries it means.
+
+    ``root`` is the folder: of the path of a step, a manifest or another file, that of its variant.
+    """
+
+    path: str
+    root: str
+    variants: list[Variant]
+    steps: Steps = ALL_STEPS
+    gen_batch: int | None = None
+
+    def keys(self, variant: Variant) -> list[RolloutKey]:
+        """The entries of a variant that are meant."""
+        return [key for key in variant.entries if self.means(key)]
+
+    def means(self, key: RolloutKey) -> bool:
+        return key.step in self.steps and self.gen_batch in (None, key.gen_batch)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether only some steps are meant."""
+        return self.steps.ranges is not None
+
+    def only_variant(self) -> Variant:
+        """The variant, where only one can be meant."""
+        if len(self.variants) > 1:
+            listed = ", ".join(variant.path for variant in self.variants)
+            raise StoreError(f"There are {len(self.variants)} variants, choose one: {listed}")
+        return self.variants[0]
+
+    def chosen_keys(self, variant: Variant) -> list[RolloutKey]:
+        """The same as ``keys``; none is an error that says what there is."""
+        found = self.keys(variant)
+        if not found:
+            steps = describe_steps({key.step for key in variant.entries})
+            held = f"holds steps {steps}" if steps else "holds nothing"
+            wanted = f"steps {self.steps}" if self.is_part else "anything"
+            raise EntryNotFoundError(f"{variant.path} does not hold {wanted}; it {held}.")
+        return found
+
+
+def find_place(path: str, steps: str | None = None) -> Place:
+    """What is recorded at or below a path; nothing is an error. ``steps`` is what ``--steps`` gave."""
+    folder_path, folder, gen_batch = _split(path)
+    selected = ALL_STEPS if steps is None else parse_steps(steps, "--steps")
+    if folder is not None:
+        if steps is not None:
+            raise StoreError(f"{path} is a step already: give either a step's path or --steps.")
+        selected = Steps(((folder, folder),))
+    root = folder_path.rstrip("/").removesuffix(f"/{NAME}") or "/"
+    return Place(path, open_storage(root).where().rstrip("/"), find_variants(root), selected, gen_batch)
 
 
 def find_variants(path: str) -> list[Variant]:
     """All variants at or below a path; none is an error."""
     root = path.rstrip("/").removesuffix(f"/{NAME}") or "/"
-    found = [_open(open_storage(folder).where().rstrip("/")) for folder in _walk(root, _DEPTH)]
+    found = [open_variant(folder) for folder in _walk(root, _DEPTH)]
     if not found:
-        raise StoreError(
-            f"No recorded rollouts in {path}. Give a dump_dir, a run folder in it, or a variant in that: "
-            "DUMP_DIR/RUN_NAME/VARIANT."
-        )
-    return sorted(found, key=lambda variant: (variant.run, _age(variant), variant.path))
+        raise StoreError(_nothing_there(path))
+    return sorted(found, key=lambda variant: (variant.run_path, _age(variant), variant.path))
+
+
+def open_variant(folder: str) -> Variant:
+    """The variant in a folder."""
+    storage = open_storage(folder)
+    path = storage.where().rstrip("/")
+    try:
+        return Variant(path, read_manifest(storage), None)
+    except ManifestError as error:
+        return Variant(path, None, str(error))
+
+
+def _split(path: str) -> tuple[str, int | None, int | None]:
+    """The path of a variant, the step and the generation batch in a path; None where it has none."""
+    match = _STEP.fullmatch(path.rstrip("/"))
+    step = names.parse_folder(match["folder"]) if match else None
+    if match is None or step is None:
+        return path, None, None
+    gen_batch = names.parse_data(f"{match['batch']}.parquet") if match["batch"] else None
+    return match["variant"], step, gen_batch
 
 
 def _walk(folder: str, depth: int) -> Iterator[str]:
@@ -64,11 +161,13 @@ def _walk(folder: str, depth: int) -> Iterator[str]:
             yield from _walk(join(folder, name), depth - 1)
 
 
-def _open(folder: str) -> Variant:
-    try:
-        return Variant(folder, read_manifest(open_storage(folder)), None)
-    except ManifestError as error:
-        return Variant(folder, None, str(error))
+def _nothing_there(path: str) -> str:
+    if "://" not in path and not os.path.lexists(os.path.expanduser(path)):
+        return f"{path} does not exist."
+    return (
+        f"No recorded rollouts in {path}. Give a dump_dir, a run folder in it, or a variant in that: "
+        "DUMP_DIR/RUN_NAME/VARIANT."
+    )
 
 
 def _age(variant: Variant) -> str:

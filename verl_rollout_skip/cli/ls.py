@@ -2,83 +2,101 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from verl_rollout_skip.cli.folders import Variant
-from verl_rollout_skip.cli.text import number, safe
-from verl_rollout_skip.errors import StoreError
+from verl_rollout_skip.analysis import weighted_mean
+from verl_rollout_skip.cli.arguments import add_path, add_steps, describe
+from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.folders import Place, Variant, find_place
+from verl_rollout_skip.cli.text import NOTHING, line, moment, number, seconds, table
+from verl_rollout_skip.entries import Unreadable, describe_steps
 from verl_rollout_skip.fingerprint import difference
-from verl_rollout_skip.rollout import describe_steps
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.entry import EntryRecord
 
+_ROUGHLY = 10
 
-def collect(variants: list[Variant]) -> dict[str, Any]:
-    """What is recorded, as JSON has it."""
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    describe(
+        parser,
+        "List runs, their variants and what differs between them, and the steps of a single variant.",
+        "  rollout-skip ls /data/dumps\n"
+        "  rollout-skip ls /data/dumps/RUN/VARIANT --steps 1-10\n"
+        "  rollout-skip ls /data/dumps --json",
+    )
+    add_path(parser)
+    add_steps(parser)
+
+
+def run(parsed: argparse.Namespace) -> Result:
+    place = find_place(parsed.path, parsed.steps)
     runs: dict[str, dict[str, Any]] = {}
     first: dict[str, Variant] = {}
-    for variant in variants:
-        folder = variant.path.rsplit("/", 1)[0]
-        run = runs.setdefault(folder, {"run": variant.run, "path": folder, "variants": []})
-        run["variants"].append(_variant(variant, first.get(folder)))
+    for variant in place.variants:
+        one = runs.setdefault(variant.run_path, {"run": variant.run, "path": variant.run_path, "variants": []})
+        one["variants"].append(_variant(place, variant, first.get(variant.run_path)))
         if variant.manifest is not None:
-            first.setdefault(folder, variant)
-    return {"runs": list(runs.values())}
+            first.setdefault(variant.run_path, variant)
+    return Result({"runs": list(runs.values())})
 
 
-def render(console: Console, result: dict[str, Any]) -> None:
-    """The same for people."""
-    variants = [variant for run in result["runs"] for variant in run["variants"]]
-    for run in result["runs"]:
-        console.print(safe(run["run"], "bold"))
-        table = Table("variant", "recorded", "steps", "entries", "rows", "size", "mean score", "mean length", "layout")
-        for found in run["variants"]:
-            numbers = [found["entries"], found["rows"], format_size(found["bytes"])]
-            means = [number(found["mean_score"], 3), number(found["mean_response_length"], 1)]
-            cells = [found["variant"], found["created_at"] or "–", found["steps"], *numbers, *means, found["layout"]]
-            table.add_row(*(safe(cell) for cell in cells))
-        console.print(table)
+def render(console: Console, data: dict[str, Any]) -> None:
+    for run in data["runs"]:
+        line(console, run["run"], "bold")
+        headers = ("variant", "recorded", "steps", "entries", "rows", "size", "score", "length", "layout")
+        table(console, headers, [_row(found) for found in run["variants"]], left=("variant", "recorded", "steps"))
         for found in run["variants"]:
             _render_notes(console, found)
+        console.print()
+    variants = [variant for run in data["runs"] for variant in run["variants"]]
     if len(variants) == 1:
         _render_entries(console, variants[0])
 
 
-def _variant(variant: Variant, first: Variant | None) -> dict[str, Any]:
+def _row(found: dict[str, Any]) -> list[Any]:
+    numbers = [found["entries"], found["rows"], format_size(found["bytes"])]
+    means = [number(found["mean_score"], 3), number(found["mean_response_length"], 1)]
+    recorded = moment(found["created_at"])[:_ROUGHLY]
+    return [found["variant"], recorded, found["steps"], *numbers, *means, found["layout"]]
+
+
+def _variant(place: Place, variant: Variant, first: Variant | None) -> dict[str, Any]:
     manifest = variant.manifest
-    entries, unreadable = [], []
-    store = variant.store
-    for key in store:
-        try:
-            entries.append(_entry(store.record(key)))
-        except StoreError as error:
-            unreadable.append({"step": key.step, "gen_batch": key.gen_batch, "error": str(error)})
+    records: list[EntryRecord] = []
+    unreadable: list[Unreadable] = []
+    for found in variant.entries.records(place.means):
+        if isinstance(found, Unreadable):
+            unreadable.append(found)
+        else:
+            records.append(found)
     differs = training = None
     if first is not None and first.manifest is not None and manifest is not None:
         differs = difference(first.manifest.fingerprint, manifest.fingerprint)
         training = difference(first.manifest.training, manifest.training)
-    rows = sum(entry["rows"] for entry in entries)
     return {
         "variant": variant.name,
         "path": variant.path,
         "created_at": None if manifest is None else manifest.created_at,
         "manifest_error": variant.manifest_error,
         "layout": _layout(variant),
-        "steps": describe_steps({entry["step"] for entry in entries}) or "none",
-        "rows": rows,
-        "bytes": sum(entry["bytes"] for entry in entries),
-        "mean_score": _mean(entries, "mean_score"),
-        "mean_response_length": _mean(entries, "mean_response_length"),
+        "steps": describe_steps({record.key.step for record in records}) or "none",
+        "rows": sum(record.rows for record in records),
+        "bytes": sum(record.bytes for record in records),
+        "mean_score": weighted_mean((record.mean_score, record.rows) for record in records),
+        "mean_response_length": weighted_mean((record.mean_response_length, record.rows) for record in records),
         "compared_with": None if differs is None or first is None else first.name,
         "differs": differs,
         "training_differs": training,
         "recordings": 0 if manifest is None else len(manifest.recordings),
-        "entries": len(entries),
-        "unreadable": unreadable,
-        "records": entries,
+        "entries": len(records),
+        "unreadable": [
+            {"step": bad.key.step, "gen_batch": bad.key.gen_batch, "error": bad.error} for bad in unreadable
+        ],
+        "records": [_entry(record) for record in records],
     }
 
 
@@ -96,40 +114,35 @@ def _entry(record: EntryRecord) -> dict[str, Any]:
     }
 
 
-def _mean(entries: list[dict[str, Any]], key: str) -> float | None:
-    known = [entry for entry in entries if entry[key] is not None and entry["rows"]]
-    rows = sum(entry["rows"] for entry in known)
-    return sum(entry[key] * entry["rows"] for entry in known) / rows if rows else None
-
-
 def _layout(variant: Variant) -> str:
     layout = {} if variant.manifest is None else variant.manifest.gpu_layout
     nodes, devices = layout.get("nnodes"), layout.get("n_gpus_per_node")
-    return "–" if nodes is None or devices is None else f"{nodes} × {devices}"
+    return NOTHING if nodes is None or devices is None else f"{nodes} × {devices}"
 
 
 def _render_notes(console: Console, found: dict[str, Any]) -> None:
     if found["manifest_error"]:
-        console.print(safe(f"{found['variant']}: {found['manifest_error']}", "red"), soft_wrap=True)
+        line(console, f"{found['variant']}: {found['manifest_error']}", "red")
     for bad in found["unreadable"]:
-        console.print(safe(f"{found['variant']}: {bad['error']}", "red"), soft_wrap=True)
+        line(console, f"{found['variant']}: {bad['error']}", "red")
     for key, title in (("differs", "other settings than"), ("training_differs", "another training than")):
         if found[key]:
-            console.print(safe(f"{found['variant']} has {title} {found['compared_with']}:"))
-            for line in found[key]:
-                console.print(safe(f"  {line}"), soft_wrap=True)
+            line(console, f"{found['variant']} has {title} {found['compared_with']}:")
+            for changed in found[key]:
+                line(console, f"  {changed}")
 
 
 def _render_entries(console: Console, found: dict[str, Any]) -> None:
-    table = Table("step", "gen batch", "rows", "size", "mean score", "mean prompt", "mean response", "generated in")
-    for entry in found["records"]:
-        seconds = entry["generate_s"]
-        table.add_row(
-            *(str(entry[key]) for key in ("step", "gen_batch", "rows")),
+    headers = ("step", "gen batch", "rows", "size", "score", "prompt", "response", "generated in")
+    rows = [
+        (
+            *(entry[key] for key in ("step", "gen_batch", "rows")),
             format_size(entry["bytes"]),
             number(entry["mean_score"], 3),
             number(entry["mean_prompt_length"], 1),
             number(entry["mean_response_length"], 1),
-            "–" if seconds is None else f"{seconds:.1f} s",
+            seconds(entry["generate_s"]),
         )
-    console.print(table)
+        for entry in found["records"]
+    ]
+    table(console, headers, rows)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
-from verl_rollout_skip.cli.folders import Variant
-from verl_rollout_skip.cli.text import safe
+from verl_rollout_skip.cli.arguments import add_path, add_steps, describe
+from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.folders import Variant, find_place
+from verl_rollout_skip.cli.text import counted, line, progress
 from verl_rollout_skip.errors import RolloutSkipError
 from verl_rollout_skip.manifest import read_recordings
 from verl_rollout_skip.store import names
@@ -16,17 +18,26 @@ from verl_rollout_skip.store import names
 _NO_MANIFEST = "There is no manifest, so nobody knows from which settings the rollouts come, and no training uses them."
 
 
-def collect(variants: list[Variant], quiet: bool) -> dict[str, Any]:
-    """Check all entries and manifests. ``quiet`` shows no progress bar; it never shows where nobody looks."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    describe(
+        parser,
+        "Read everything and check it: the digest of each Parquet file, its record, the page checksums, that it can "
+        "be decoded, and each manifest. The exit code is 1 if anything is wrong.",
+        "  rollout-skip verify /data/dumps\n  rollout-skip verify /data/dumps/RUN/VARIANT --steps 1-10 --json",
+    )
+    add_path(parser)
+    add_steps(parser)
+
+
+def run(parsed: argparse.Namespace) -> Result:
+    place = find_place(parsed.path, parsed.steps)
     problems: list[dict[str, Any]] = []
     checked = size = 0
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        for variant in variants:
+    with progress(parsed.json) as bar:
+        for variant in place.variants:
             store = variant.store
-            keys = store.keys()
             by_training = False
-            for key in progress.track(keys, description=variant.name):
+            for key in bar.track(place.keys(variant), description=variant.name):
                 try:
                     record = store.verify(key)
                     size += record.bytes
@@ -39,27 +50,24 @@ def collect(variants: list[Variant], quiet: bool) -> dict[str, Any]:
                 problems.append(_problem(variant, variant.manifest_error))
             elif variant.manifest is None and by_training:
                 problems.append(_problem(variant, _NO_MANIFEST))
-    aside = [place for variant in variants for place in _set_aside(variant)]
-    result = {"ok": not problems, "variants": len(variants), "entries": checked, "bytes": size}
-    return {**result, "problems": problems, "set_aside": aside}
+    aside = [where for variant in place.variants for where in set_aside(variant)]
+    data = {"ok": not problems, "variants": len(place.variants), "entries": checked, "bytes": size}
+    return Result({**data, "problems": problems, "set_aside": aside}, 1 if problems else 0)
 
 
-def render(console: Console, result: dict[str, Any]) -> None:
-    """The same for people."""
-    for problem in result["problems"]:
-        console.print(safe(f"{problem['path']}: {problem['error']}", "red"), soft_wrap=True)
-    for place in result["set_aside"]:
-        console.print(safe(f"set aside earlier: {place}", "yellow"), soft_wrap=True)
-    text = f"{result['entries']} entries in {result['variants']} variants checked, "
-    bad = len(result["problems"])
-    console.print(safe(text + (f"{bad} problems" if bad else "all fine"), "red" if bad else "green"))
+def render(console: Console, data: dict[str, Any]) -> None:
+    for problem in data["problems"]:
+        line(console, f"{problem['path']}: {problem['error']}", "red")
+    for place in data["set_aside"]:
+        line(console, f"set aside earlier: {place}", "yellow")
+    held = counted(data["entries"], "entry", "entries")
+    bad = len(data["problems"])
+    found = counted(bad, "problem") if bad else "all fine"
+    line(console, f"{held} in {counted(data['variants'], 'variant')} checked, {found}", "red" if bad else "green")
 
 
-def _problem(variant: Variant, error: str, step: int | None = None, gen_batch: int | None = None) -> dict[str, Any]:
-    return {"path": variant.path, "step": step, "gen_batch": gen_batch, "error": error}
-
-
-def _set_aside(variant: Variant) -> list[str]:
+def set_aside(variant: Variant) -> list[str]:
+    """Where the entries are that a training set aside because it could not read them."""
     storage = variant.storage
     folders = [folder for folder in storage.folders() if names.parse_folder(folder) is not None]
     return sorted(
@@ -68,3 +76,7 @@ def _set_aside(variant: Variant) -> list[str]:
         for name in storage.names(folder)
         if ".parquet." in name and name.endswith(".corrupt")
     )
+
+
+def _problem(variant: Variant, error: str, step: int | None = None, gen_batch: int | None = None) -> dict[str, Any]:
+    return {"path": variant.path, "step": step, "gen_batch": gen_batch, "error": error}

@@ -1,0 +1,196 @@
+"""docs/cli.md and the examples of ``--help``: the reference is that of the program, and every example runs.
+
+The ``console`` blocks of the document are run one after another, against a recording that is made for them, and must
+print what the document says; names, digests, sizes, dates and times may differ. ``UPDATE_DOCS=1`` writes what they
+print.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from omegaconf import OmegaConf
+
+from tests.arithmetic_run import SAMPLES, conversation, encode, make_training
+from tests.cli_program import ROOT, run
+from tests.trainings import Training
+from verl_rollout_skip import RolloutKey
+from verl_rollout_skip.cli import main
+from verl_rollout_skip.cli.command import make_parser
+from verl_rollout_skip.cli.commands import COMMANDS
+from verl_rollout_skip.cli.completion import subparsers_of
+from verl_rollout_skip.cli.reference import main as reference_main
+from verl_rollout_skip.cli.reference import reference, replace_reference
+
+DOCUMENT = ROOT / "docs" / "cli.md"
+BLOCK = re.compile(r"^```console\n(?P<session>.*?)^```$", re.DOTALL | re.MULTILINE)
+NAMES = ("0123456789ab", "ba9876543210")
+ELSEWHERE = {"view": "is a server", "resume": "trains; see its own tests"}
+
+
+def record(training: Training, tokenizer: Any, steps: range, temperature: float, seed: int) -> Path:
+    before = set(training.dumps.glob("*/*"))
+    changes = {"actor_rollout_ref__rollout__n": SAMPLES, "actor_rollout_ref__rollout__temperature": temperature}
+    with training.open("record", data__max_response_length=160, **changes) as skip:
+        for step in steps:
+            inputs, _, _ = conversation(step, 2, seed=step)
+            _, texts, scores = conversation(step + seed, 2, seed=step)
+            output = encode(tokenizer, inputs, texts, scores)
+            skip.step(RolloutKey(step), inputs, lambda _, output=output: output)
+    [made] = set(training.dumps.glob("*/*")) - before
+    return made
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """The recording of the document, and the real names of its two variants."""
+    folder = tmp_path_factory.mktemp("recorded")
+    training, tokenizer = make_training(folder)
+    first = record(training, tokenizer, range(1, 4), 1.0, seed=0)
+    time.sleep(1.1)  # variants are listed by age, in seconds
+    second = record(training, tokenizer, range(1, 2), 0.7, seed=40)
+    shutil.copytree(ROOT / "tests" / "upstream_dumps" / "verl-0.8.0", folder / "verl_dumps")
+    OmegaConf.save(training.config("off"), folder / "config.yaml")
+    return folder, first.name, second.name
+
+
+@pytest.fixture
+def data(recorded: tuple[Path, str, str], tmp_path: Path) -> dict[str, str]:
+    """A copy of it to play with: its names in the document, and the real ones."""
+    folder, first, second = recorded
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return {NAMES[0]: first, NAMES[1]: second, "/data": str(tmp_path)}
+
+
+class Session:
+    """Runs the commands of the document; ``rollout-skip`` in this process, everything else in a shell."""
+
+    def __init__(self, data: dict[str, str], capsys: Any) -> None:
+        self._data, self._capsys, self._code = data, capsys, 0
+
+    def run(self, command: str) -> str:
+        """What a command prints, with the names of the document."""
+        for shown, real in self._data.items():
+            command = command.replace(shown, real)
+        self._capsys.readouterr()
+        if command == "echo $?":
+            return f"{self._code}\n"
+        if command.startswith("rollout-skip "):
+            self._code = main(shlex.split(command)[1:])
+            printed = self._capsys.readouterr()
+            output = printed.out + printed.err
+        else:
+            done = subprocess.run(command, shell=True, capture_output=True, text=True)
+            self._code, output = done.returncode, done.stdout + done.stderr
+        for shown, real in self._data.items():
+            output = output.replace(real, shown)
+        return output
+
+
+def played(text: str, session: Session) -> str:
+    """The document with what its commands print now."""
+
+    def play(block: re.Match[str]) -> str:
+        commands = [line for line in block["session"].splitlines() if line.startswith("$ ")]
+        outputs = [session.run(command.removeprefix("$ ")) for command in commands]
+        shown = "".join(f"{command}\n{output}" for command, output in zip(commands, outputs, strict=True))
+        return f"```console\n{shown.rstrip()}\n```"
+
+    return BLOCK.sub(play, text)
+
+
+def comparable(text: str) -> list[str]:
+    for pattern, word in (
+        (r"\b[0-9a-f]{16,}\b", "<digest>"),
+        (r"\d{4}-\d\d-\d\d(?:[T ][\d:+]*\d)?", "<date>"),
+        (r"\d+(?:\.\d+)? [KMG]?B\b", "<size>"),
+        (r"\d+(?:\.\d+)? ?s\b", "<time>"),
+        (r"\b0\.0\d{3,}\b|\b\d+ bytes", "<number>"),
+        (r'(\b(?:bytes|encode_s|generate_s)"?:?) +[\d.e-]+', r"\1 <number>"),
+        (r"(with digest|says) \S+", r"\1 <…>"),
+    ):
+        text = re.sub(pattern, word, text)
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_the_examples_of_the_document_print_what_it_says(data: dict[str, str], capsys: Any) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    now = played(text, Session(data, capsys))
+    if os.environ.get("UPDATE_DOCS"):
+        DOCUMENT.write_text(replace_reference(now), encoding="utf-8")
+    else:
+        assert comparable(now) == comparable(text)
+
+
+def test_the_reference_is_that_of_the_program() -> None:
+    assert reference_main([str(DOCUMENT), "--check"]) == 0, "run python -m verl_rollout_skip.cli.reference docs/cli.md"
+
+
+def test_the_reference_is_written_between_its_marks(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("before\n<!-- reference: begin -->\nold\n<!-- reference: end -->\nafter\n")
+    assert reference_main([str(path), "--check"]) == 1
+    assert "is not current" in capsys.readouterr().out
+    assert reference_main([str(path)]) == 0
+    text = path.read_text()
+    assert text.startswith("before\n<!-- reference: begin -->\n\n### Exit codes")
+    assert text.endswith("<!-- reference: end -->\nafter\n")
+    assert reference_main([str(path), "--check"]) == 0
+
+
+def test_the_reference_names_every_command_and_exit_code() -> None:
+    text = reference()
+    for command in COMMANDS:
+        assert f"\n### {command.name}\n" in text
+    for code in ("| 0 |", "| 1 |", "| 2 |", "| 130 |"):
+        assert code in text
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    for name, parser in subparsers_of(make_parser()).items():
+        found = [line.strip() for line in (parser.epilog or "").splitlines() if line.startswith("  rollout-skip ")]
+        assert found, f"--help of {name} has no example"
+        if name not in ELSEWHERE:
+            yield from ((name, line) for line in found)
+
+
+@pytest.mark.parametrize(("name", "example"), list(examples()), ids=lambda value: value)
+def test_the_examples_of_help_run(name: str, example: str, data: dict[str, str], capsys: Any, monkeypatch: Any) -> None:
+    folder = Path(data["/data"])
+    monkeypatch.chdir(folder)
+    run_folder = next((folder / "dumps").iterdir()).name
+    words = {
+        "/data/dumps/RUN/VARIANT": f"/data/dumps/RUN/{data[NAMES[0]]}",
+        "/data/dumps/RUN/OTHER": f"/data/dumps/RUN/{data[NAMES[1]]}",
+        "/RUN": f"/{run_folder}",
+        "/data/": f"{folder}/",
+        "/backup/": f"{folder}/backup/",
+        "s3://": "memory://",
+    }
+    command = example
+    for word, real in words.items():
+        command = command.replace(word, real)
+    assert main([name, *shlex.split(command)[2:]]) in (0, 1), capsys.readouterr().err
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_help_shows_exit_codes_and_fits_80_columns() -> None:
+    done = run("--help")
+    assert "exit codes:" in done.stdout
+    for command in COMMANDS:
+        assert re.search(rf"^    {command.name}\s", done.stdout, re.MULTILINE)
+    help_texts = [done.stdout, *(parser.format_help() for parser in subparsers_of(make_parser()).values())]
+    too_wide = [
+        line for text in help_texts for line in text.splitlines() if len(line) > 80 and "rollout-skip " not in line
+    ]
+    assert not too_wide, too_wide

@@ -1,0 +1,395 @@
+"""``rollout-skip prune``, ``pin``, ``unpin`` and ``pins``: what goes, what stays, and that nothing goes unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.batches import rollout_output
+from tests.cli_program import ROOT, assert_fits, assert_one_line_error, run, run_as_nobody, run_without_torch
+from tests.trainings import Training, contents
+from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip.cli import main
+from verl_rollout_skip.pins import add_pin, is_pinned, read_pins
+from verl_rollout_skip.store.entry import record_bytes
+from verl_rollout_skip.store.locations import open_storage
+
+DAY = 86400.0
+
+
+def recording(folder: Path, *steps: int, batches: int = 1) -> Path:
+    with RolloutStore(folder) as store:
+        for step in steps:
+            for gen_batch in range(batches):
+                store.put(RolloutKey(step, gen_batch), rollout_output(2, seed=step))
+    return folder
+
+
+def make_old(folder: Path, step: int, days: float) -> None:
+    """Let the records say that a step was recorded some days ago."""
+    store = RolloutStore(folder)
+    for key in store:
+        if key.step == step:
+            when = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - days * DAY))
+            record = replace(store.record(key), created_at=when)
+            (folder / f"step_{step:06d}" / f"gen_{key.gen_batch:03d}.json").write_bytes(record_bytes(record))
+
+
+def prune(capsys: Any, path: Any, *options: str, code: int = 0) -> dict[str, Any]:
+    assert main(["prune", str(path), *options, "--json"]) == code, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def going(found: dict[str, Any]) -> list[int]:
+    return [step["step"] for variant in found["variants"] for step in variant["steps"]]
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted({key.step for key in RolloutStore(folder)})
+
+
+def test_without_yes_nothing_is_removed_and_it_says_what_would_go(tmp_path: Path) -> None:
+    recording(tmp_path, 1, 2, 3)
+    before = contents(tmp_path)
+    done = run("prune", tmp_path, "--keep-last", 1)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path) == before
+    assert "Nothing was removed. Add --yes to do it." in done.stdout
+    assert "would free " in done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:4]] == ["1", "2"]
+    assert_fits(done.stdout.split("\n", 1)[1])
+
+
+def test_with_yes_just_that_is_removed_and_the_bytes_were_right(tmp_path: Path) -> None:
+    recording(tmp_path, 1, 2, 3, batches=2)
+    kept = contents(tmp_path / "step_000003")
+    size = sum(len(data) for data in contents(tmp_path).values())
+    done = run("prune", tmp_path, "--keep-last", 1, "--yes", "--json")
+    assert done.returncode == 0, done.stderr
+    freed = json.loads(done.stdout)["freed_bytes"]
+    assert steps_in(tmp_path) == [3]
+    assert contents(tmp_path / "step_000003") == kept
+    assert freed == size - sum(len(data) for data in contents(tmp_path).values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003"], "empty folders go too"
+    assert main(["verify", str(tmp_path)]) == 0
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    done = run_without_torch("prune", recording(tmp_path, 1, 2), "--steps", 1, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert steps_in(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(
+    ("options", "gone"),
+    [
+        (["--steps", "2-3"], [2, 3]),
+        (["--older-than", "5d"], [1, 2]),
+        (["--older-than", "120h"], [1, 2]),
+        (["--keep-last", "2"], [1, 2]),
+        (["--keep-last", "0"], [1, 2, 3, 4]),
+        (["--keep-last", "9"], []),
+        (["--older-than", "5d", "--keep-last", "3"], [1]),
+        (["--older-than", "5d", "--steps", "2-4"], [2]),
+        (["--older-than", "5d", "--max-size", "1GB"], []),
+        (["--max-size", "0"], [1, 2, 3, 4]),
+        (["--max-size", "0", "--keep-last", "1"], [1, 2, 3]),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_a_step_goes_if_every_condition_allows_it(tmp_path: Path, capsys: Any, options: Any, gone: Any) -> None:
+    """Steps 1 and 2 are ten days old, steps 3 and 4 of today."""
+    recording(tmp_path, 1, 2, 3, 4)
+    for step in (1, 2):
+        make_old(tmp_path, step, 10)
+    assert going(prune(capsys, tmp_path, *options)) == gone
+    prune(capsys, tmp_path, *options, "--yes")
+    assert steps_in(tmp_path) == [step for step in (1, 2, 3, 4) if step not in gone]
+
+
+def test_a_size_budget_takes_the_oldest_first_over_all_variants(tmp_path: Path, capsys: Any) -> None:
+    one, two = recording(tmp_path / "run" / "one", 1, 2), recording(tmp_path / "run" / "two", 1, 2)
+    for folder, step, days in ((one, 1, 1), (one, 2, 9), (two, 1, 5), (two, 2, 2)):
+        make_old(folder, step, days)
+    sizes = {
+        (folder.name, step): sum(len(data) for data in contents(folder / f"step_{step:06d}").values())
+        for folder in (one, two)
+        for step in (1, 2)
+    }
+    budget = sizes["one", 1] + sizes["two", 2]
+    prune(capsys, tmp_path, "--max-size", str(budget), "--yes")
+    assert (steps_in(one), steps_in(two)) == ([1], [2])
+
+
+def test_a_budget_that_pins_do_not_allow_is_said(tmp_path: Path, capsys: Any) -> None:
+    recording(tmp_path, 1, 2)
+    assert main(["pin", str(tmp_path), "--steps", "1-2"]) == 0
+    capsys.readouterr()
+    assert main(["prune", str(tmp_path), "--max-size", "1KB", "--yes"]) == 0
+    assert "above --max-size: the rest is kept or pinned" in capsys.readouterr().out
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_pinned_steps_stay_and_are_named(tmp_path: Path) -> None:
+    recording(tmp_path, 1, 2, 3)
+    assert run("pin", tmp_path, "--steps", "2", "--note", "baseline").returncode == 0
+    done = run("prune", tmp_path, "--keep-last", 0, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "pinned, so it stays: 2" in done.stdout
+    assert steps_in(tmp_path) == [2]
+
+
+def test_a_pinned_variant_stays_whole_and_so_does_what_is_recorded_later(tmp_path: Path, capsys: Any) -> None:
+    recording(tmp_path, 1)
+    assert main(["pin", str(tmp_path), "--variant"]) == 0
+    recording(tmp_path, 2)
+    capsys.readouterr()
+    prune(capsys, tmp_path, "--keep-last", "0", "--yes")
+    prune(capsys, tmp_path, "--variants", "--yes")
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_pins_are_listed_with_their_notes_and_taken_away_again(tmp_path: Path) -> None:
+    recording(tmp_path, 1, 2, 3)
+    assert "nothing is pinned" in run("pins", tmp_path).stdout
+    run("pin", tmp_path / "step_000003", "--note", "the one with the bug")
+    run("pin", tmp_path, "--steps", "1")
+    shown = run("pins", tmp_path).stdout
+    assert "the one with the bug" in shown
+    listed = json.loads(run("pins", tmp_path, "--json").stdout)["pins"]
+    assert [(pin["step"], pin["note"]) for pin in listed] == [(1, None), (3, "the one with the bug")]
+    assert run("unpin", tmp_path, "--steps", "1-3").returncode == 0
+    assert json.loads(run("pins", tmp_path, "--json").stdout) == {"pins": []}
+    assert "was not pinned" in run("unpin", tmp_path, "--steps", "2").stdout
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_pinning_again_replaces_the_note(tmp_path: Path, capsys: Any) -> None:
+    recording(tmp_path, 1)
+    for note in ("old", "new"):
+        assert main(["pin", str(tmp_path), "--steps", "1", "--note", note]) == 0
+    assert [pin.note for pin in read_pins(open_storage(str(tmp_path)))] == ["new"]
+
+
+def test_a_store_and_a_training_know_nothing_of_pins(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.record(RolloutKey(1))
+    [variant] = training.variants()
+    add_pin(open_storage(str(variant)), 1, "x")
+    assert RolloutStore(variant).keys() == [RolloutKey(1)]
+    assert main(["verify", str(training.dumps)]) == 0
+    training.record(RolloutKey(2))
+    assert RolloutStore(variant).keys() == [RolloutKey(1), RolloutKey(2)]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"note": 5}'])
+def test_a_damaged_pin_still_protects(tmp_path: Path, capsys: Any, content: bytes) -> None:
+    recording(tmp_path, 1, 2)
+    (tmp_path / "pins").mkdir()
+    (tmp_path / "pins" / "step_000001.json").write_bytes(content)
+    prune(capsys, tmp_path, "--keep-last", "0", "--yes")
+    assert steps_in(tmp_path) == [1]
+    assert main(["pins", str(tmp_path)]) == 0
+
+
+def test_many_processes_pin_and_unpin_at_once(tmp_path: Path) -> None:
+    """Every pin is a file of its own, so none of them is lost, whoever writes meanwhile."""
+    script = (
+        "import sys; from verl_rollout_skip.pins import add_pin, remove_pin\n"
+        "from verl_rollout_skip.store.locations import open_storage\n"
+        "storage, first = open_storage(sys.argv[1]), int(sys.argv[2])\n"
+        "for step in range(first, first + 50):\n    add_pin(storage, step, 'x'); add_pin(storage, 999, str(step))\n"
+        "for step in range(first, first + 25): remove_pin(storage, step)\n"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path), str(first)], cwd=ROOT, env={**os.environ})
+        for first in (100, 200, 300)
+    ]
+    assert [process.wait(60) for process in started] == [0, 0, 0]
+    expected = [step for first in (100, 200, 300) for step in range(first + 25, first + 50)] + [999]
+    assert [pin.step for pin in read_pins(open_storage(str(tmp_path)))] == expected
+
+
+def test_a_pin_that_comes_after_the_plan_is_heeded(tmp_path: Path) -> None:
+    from verl_rollout_skip.config import Steps
+    from verl_rollout_skip.pruning import Conditions, carry_out, choose_steps, look_at
+
+    recording(tmp_path, 1, 2)
+    plan = look_at(str(tmp_path), str(tmp_path.parent), open_storage(str(tmp_path)))
+    choose_steps([plan], Conditions(steps=Steps(), keep_last=0))
+    add_pin(plan.storage, 2)
+    assert [step.step for step in carry_out(plan)] == [2]
+    assert steps_in(tmp_path) == [2]
+
+
+def test_whole_variants_go_with_everything_in_them(tmp_path: Path, capsys: Any) -> None:
+    training = Training(tmp_path)
+    training.record(RolloutKey(1))
+    training.record(RolloutKey(1), actor_rollout_ref__rollout__temperature=0.7)
+    one, two = training.variants()
+    found = prune(capsys, one, "--variants", "--yes")
+    assert found["variants"][0]["whole"]
+    assert training.variants() == [two]
+    prune(capsys, training.dumps, "--variants", "--yes")
+    assert list(training.dumps.iterdir()) == [], "the run folder is empty, so it goes too"
+
+
+def test_the_newest_variants_can_be_kept(tmp_path: Path, capsys: Any) -> None:
+    old, new = recording(tmp_path / "run" / "old", 1), recording(tmp_path / "run" / "new", 1)
+    make_old(old, 1, 3)
+    prune(capsys, tmp_path, "--variants", "--keep-last", "1", "--yes")
+    assert (old.exists(), steps_in(new)) == (False, [1])
+
+
+def test_what_this_package_did_not_write_stays(tmp_path: Path, capsys: Any) -> None:
+    recording(tmp_path / "variant", 1)
+    (tmp_path / "variant" / "notes.txt").write_text("mine")
+    (tmp_path / "variant" / "step_000001" / "plot.png").write_text("mine too")
+    prune(capsys, tmp_path / "variant", "--variants", "--yes")
+    assert sorted(contents(tmp_path)) == ["variant/notes.txt", "variant/step_000001/plot.png"]
+
+
+def test_leftovers_of_crashed_writers_go_and_those_of_living_ones_stay(tmp_path: Path, capsys: Any) -> None:
+    recording(tmp_path, 1)
+    with open_storage(str(tmp_path)).stage("step_000001") as living:
+        living.stream.write(b"x")
+        script = (
+            "import os, sys; from verl_rollout_skip.store.locations import open_storage\n"
+            "for folder in ('step_000001', '.'):\n"
+            "    staged = open_storage(sys.argv[1]).stage(folder)\n    staged.stream.write(b'abc')\n"
+            "os._exit(0)"
+        )
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, check=True)
+        hidden = sorted(path for path in tmp_path.rglob(".tmp-*"))
+        assert len(hidden) == 3
+        found = prune(capsys, tmp_path, "--leftovers")
+        assert len(found["variants"][0]["files"]) == 2
+        assert sorted(tmp_path.rglob(".tmp-*")) == hidden, "a dry run"
+        prune(capsys, tmp_path, "--leftovers", "--yes")
+        assert len(list(tmp_path.rglob(".tmp-*"))) == 1
+    assert steps_in(tmp_path) == [1]
+
+
+def test_entries_that_were_set_aside_go_only_when_asked(tmp_path: Path, capsys: Any) -> None:
+    recording(tmp_path, 1, 2)
+    data = tmp_path / "step_000001" / "gen_000.parquet"
+    data.write_bytes(data.read_bytes()[:-10])
+    RolloutStore(tmp_path).set_aside(RolloutKey(1))
+    prune(capsys, tmp_path, "--leftovers", "--yes")
+    assert len(list(tmp_path.rglob("*.corrupt"))) == 2
+    found = prune(capsys, tmp_path, "--set-aside", "--yes")
+    assert found["freed_bytes"] > 0
+    assert list(tmp_path.rglob("*.corrupt")) == []
+    assert steps_in(tmp_path) == [2]
+
+
+def test_an_entry_whose_record_is_damaged_can_be_removed(tmp_path: Path, capsys: Any) -> None:
+    recording(tmp_path, 1, 2)
+    (tmp_path / "step_000001" / "gen_000.json").write_text("{")
+    prune(capsys, tmp_path, "--steps", "1", "--yes")
+    assert steps_in(tmp_path) == [2]
+
+
+def test_a_training_that_records_meanwhile_is_not_disturbed(tmp_path: Path, capsys: Any) -> None:
+    """The pruner removes each step, and its folder, just when the next batch of the same step is written."""
+    recording(tmp_path, 1)
+    stop = threading.Event()
+    failures: list[Exception] = []
+
+    def write() -> None:
+        gen_batch = 1
+        try:
+            while not stop.is_set():
+                with RolloutStore(tmp_path, background=False) as store:
+                    store.put(RolloutKey(1, gen_batch), rollout_output(1))
+                gen_batch += 1
+        except Exception as error:
+            failures.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(25):
+            prune(capsys, tmp_path, "--steps", "1", "--yes")
+            (tmp_path / "step_000009").mkdir(exist_ok=True)
+    finally:
+        stop.set()
+        writer.join()
+    assert not failures
+    assert main(["verify", str(tmp_path)]) == 0
+
+
+def test_a_variant_that_is_being_recorded_is_pointed_out(tmp_path: Path, capsys: Any) -> None:
+    recording(tmp_path, 1, 2)
+    assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
+    assert "a training may be using it" in capsys.readouterr().out
+
+
+def test_an_object_store_works_like_a_folder(capsys: Any) -> None:
+    url = "memory://prune/run"
+    with RolloutStore(url) as store:
+        for step in (1, 2):
+            store.put(RolloutKey(step), rollout_output(2))
+    assert main(["pin", url, "--steps", "1"]) == 0
+    assert is_pinned(open_storage(url), 1)
+    capsys.readouterr()
+    prune(capsys, url, "--keep-last", "0", "--yes")
+    assert RolloutStore(url).keys() == [RolloutKey(1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["prune", "{path}"], "Say what may go"),
+        (["prune", "/does/not/exist", "--keep-last", "1"], "/does/not/exist does not exist."),
+        (["prune", "{path}", "--older-than", "yesterday"], "'yesterday' is no age; give a number"),
+        (["prune", "{path}", "--max-size", "much"], "--max-size is 'much'"),
+        (["prune", "{path}", "--keep-last", "-1"], "--keep-last is -1"),
+        (["prune", "{path}", "--variants", "--steps", "1"], "leave the steps out"),
+        (["prune", "{path}/step_000001/gen_000.parquet"], "a step goes as a whole"),
+        (["pin", "{path}"], "Give either steps"),
+        (["pin", "{path}", "--steps", "7"], "does not hold steps 7; it holds steps 1"),
+        (["unpin", "{path}", "--steps", "1", "--variant"], "Give either steps"),
+        (["pins", "/does/not/exist"], "/does/not/exist does not exist."),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: Any, arguments: Any, words: str) -> None:
+    recording(tmp_path, 1)
+    assert main([text.format(path=tmp_path) for text in arguments]) == 2
+    output = capsys.readouterr()
+    assert (output.out, output.err.count("\n")) == ("", 1)
+    assert words in output.err
+    assert steps_in(tmp_path) == [1]
+
+
+@pytest.fixture
+def visible() -> Iterator[Path]:
+    """A folder that every user can look into; those of pytest are for one user only."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("command", [["prune", "--steps", "1", "--yes"], ["pin", "--steps", "1"]])
+def test_a_folder_that_may_not_be_written_is_one_line(visible: Path, tmp_path: Path, command: list[str]) -> None:
+    recording(visible, 1, 2)
+    for path in [visible, *visible.iterdir()]:
+        path.chmod(0o555)
+    before = contents(visible)
+    name, *options = command
+    done = run_as_nobody(name, visible, *options, first=[name, recording(tmp_path, 1), *options])
+    for path in [visible, *visible.iterdir()]:
+        path.chmod(0o755)
+    assert_one_line_error(done, "Permission denied")
+    assert contents(visible) == before

@@ -1,0 +1,432 @@
+"""Reading pickles without running them: what the dumps of verl need, and nothing else, whatever a file asks for.
+
+Each hostile file would make a marker file if it ran; besides, Python itself reports (by its audit events) whether
+anything was looked up by an unpickler, compiled, executed or started while it was read.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import operator
+import os
+import pickle
+import random
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.batches import assert_same_object
+from verl_rollout_skip.errors import StoreError
+from verl_rollout_skip.upstream.batches import NAMES
+from verl_rollout_skip.upstream.pickles import DamagedDumpError, UnsafePickleError, read_pickle
+from verl_rollout_skip.upstream.torch_files import read_dump_file
+
+DUMPS = sorted(
+    path for path in (Path(__file__).parents[1] / "upstream_dumps").rglob("*") if path.suffix in (".dp", ".pt")
+)
+FORBIDDEN = (
+    "pickle.find_class",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "subprocess.Popen",
+    "compile",
+    "exec",
+    "import",
+)
+
+
+class Watch:
+    """The audit events of Python while it is on. A hook cannot be taken away again, so there is one for all tests."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.is_on = False
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.is_on and event in FORBIDDEN:
+            self.events.append(f"{event}{arguments!r:.100}")
+
+    def __enter__(self) -> None:
+        self.events, self.is_on = [], True
+
+    def __exit__(self, *_: Any) -> None:
+        self.is_on = False
+        assert self.events == []
+
+
+WATCH = Watch()
+b"x".decode("cp437")  # zipfile imports this when it first needs it
+
+
+def read(folder: Path, data: bytes, watch: bool = True) -> Any:
+    """Read a dump with these bytes; fail if anything was started, looked up or executed, or if the marker appears."""
+    path = folder / "dump"
+    path.write_bytes(data)
+    os.chdir(folder)
+    try:
+        with WATCH if watch else contextlib.nullcontext():
+            return read_dump_file(str(path))
+    finally:
+        os.chdir("/")
+        assert not (folder / "marker").exists()
+
+
+class Reduces:
+    """An object whose pickle asks for a call."""
+
+    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
+        self.asked = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.asked
+
+    def __call__(self) -> None:
+        """What is to be called must be callable."""
+
+
+def runs_a_command() -> Any:
+    return Reduces(os.system, "touch marker")
+
+
+def evaluates() -> Any:
+    return Reduces(builtins.eval, "open('marker', 'w')")
+
+
+def executes() -> Any:
+    return Reduces(builtins.exec, "open('marker', 'w')")
+
+
+def imports() -> Any:
+    return Reduces(__import__, "antigravity")
+
+
+def gets_attributes() -> Any:
+    """getattr(__import__('os'), 'system')('touch marker'), one call within another."""
+    return Reduces(Reduces(builtins.getattr, Reduces(__import__, "os"), "system"), "touch marker")
+
+
+def gets_attributes_otherwise() -> Any:
+    return Reduces(Reduces(operator.attrgetter, "system"), Reduces(__import__, "os"))
+
+
+def calls_partially() -> Any:
+    return Reduces(Reduces(functools.partial, os.system, "touch marker"))
+
+
+def maps() -> Any:
+    return Reduces(list, Reduces(map, os.system, ["touch marker"]))
+
+
+def loads_with_torch() -> Any:
+    return Reduces(torch.load, "marker")
+
+
+def loads_with_numpy() -> Any:
+    return Reduces(np.load, "marker", None, True)
+
+
+def loads_a_pickle_within() -> Any:
+    return Reduces(pickle.loads, pickle.dumps(runs_a_command()))
+
+
+def loads_a_dump_within() -> Any:
+    from verl import DataProto
+
+    return Reduces(DataProto.load_from_disk, "marker")
+
+
+def opens_a_file() -> Any:
+    return Reduces(open, "marker", "w")
+
+
+HOSTILE: list[Callable[[], Any]] = [
+    runs_a_command,
+    evaluates,
+    executes,
+    imports,
+    gets_attributes,
+    gets_attributes_otherwise,
+    calls_partially,
+    maps,
+    loads_with_torch,
+    loads_with_numpy,
+    loads_a_pickle_within,
+    loads_a_dump_within,
+    opens_a_file,
+]
+
+
+def data_proto(batch: Any = None, columns: Any = None, meta: Any = None) -> bytes:
+    """The pickle of a DataProto with this state."""
+    state = pickle.dumps((batch, {} if columns is None else columns, {} if meta is None else meta), 4)
+    return b"\x80\x04\x8c\x0dverl.protocol\x8c\x09DataProto\x93)\x81" + state[2:-1] + b"b."
+
+
+def cell(value: Any) -> np.ndarray:
+    array = np.empty(1, dtype=object)
+    array[0] = value
+    return array
+
+
+def torch_file(value: Any) -> bytes:
+    sink = io.BytesIO()
+    torch.save(value, sink)
+    return sink.getvalue()
+
+
+def as_it_is(value: Any) -> bytes:
+    return pickle.dumps(value)
+
+
+def old_protocol(value: Any) -> bytes:
+    return pickle.dumps(value, 0)
+
+
+def in_a_list(value: Any) -> bytes:
+    return pickle.dumps([1, {"a": (value,)}], 2)
+
+
+def in_a_column(value: Any) -> bytes:
+    return data_proto(columns={"raw_prompt": cell({"deep": [value]})})
+
+
+def in_meta_info(value: Any) -> bytes:
+    return data_proto(meta={"timing": value})
+
+
+def in_the_tensors(value: Any) -> bytes:
+    return data_proto(torch_file({"responses": value}))
+
+
+def in_a_torch_file(value: Any) -> bytes:
+    return torch_file({"tensordict": value, "keys": [], "tags": []})
+
+
+@pytest.mark.parametrize(
+    "where", [as_it_is, old_protocol, in_a_list, in_a_column, in_meta_info, in_the_tensors, in_a_torch_file]
+)
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_hostile_file_is_refused_and_nothing_of_it_runs(
+    tmp_path: Path, where: Callable[[Any], bytes], hostile: Callable[[], Any]
+) -> None:
+    data = where(hostile())
+    with pytest.raises(UnsafePickleError, match=r"It asks for .* which no dump of rollouts needs"):
+        read(tmp_path, data)
+
+
+def test_the_hostile_files_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the tests above would prove nothing."""
+    monkeypatch.chdir(tmp_path)
+    for where in (as_it_is, old_protocol, in_a_list):
+        pickle.loads(where(runs_a_command()))
+        assert (tmp_path / "marker").exists()
+        (tmp_path / "marker").unlink()
+    torch.load(io.BytesIO(in_a_torch_file(runs_a_command())), weights_only=False)
+    assert (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"(S'touch marker'\nios\nsystem\n.",
+        b"(cos\nsystem\nS'touch marker'\no.",
+        b"cos\nsystem\n(S'touch marker'\ntR.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x0ctouch marker\x85R.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93)}\x92.",
+        b"\x80\x02\x82\x01.",
+        b"Pmarker\n.",
+        b"\x80\x05\x97.",
+        b"\x80\x04\x8c\x0dverl.protocol\x8c\x18DataProto.load_from_disk\x93\x8c\x06marker\x85R.",
+        b"\x80\x04\x8c\x0dtorch.storage\x8c\x1e_load_from_bytes.__globals__.x\x93.",
+    ],
+    ids=["INST", "OBJ", "GLOBAL", "STACK_GLOBAL", "NEWOBJ_EX", "EXT1", "PERSID", "BUFFER", "dotted", "dunder"],
+)
+def test_every_instruction_that_can_call_something_is_refused(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(UnsafePickleError):
+        read(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Reduces(torch.storage._load_from_bytes, pickle.dumps(runs_a_command())),
+        Reduces(torch.storage._load_from_bytes, torch_file(runs_a_command())),
+        Reduces(torch._tensor._rebuild_from_type_v2, os.system, torch.Tensor, ("touch marker",), {}),
+        Reduces(np.dtype, "O8", state=(3, "|", (runs_a_command(), ()), None, None, -1, -1, 63)),
+        Reduces(torch.Size, runs_a_command()),
+    ],
+    ids=["storage is a pickle", "storage is a file of torch", "type", "dtype", "size"],
+)
+def test_what_is_allowed_is_no_way_round(tmp_path: Path, value: Any) -> None:
+    data = pickle.dumps(value)
+    with pytest.raises((UnsafePickleError, DamagedDumpError)):
+        read(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04\x8c\x07_codecs\x8c\x06encode\x93\x8c\x01x\x8c\x05rot13\x86R.",
+        b"\x80\x04\x8c\x07_codecs\x8c\x06encode\x93}b.",
+        b"\x80\x04\x8c\x07_codecs\x8c\x06encode\x93\x8c\x08__code__N\x86b.",
+        b"\x80\x04]}b.",
+        b"\x80\x04\x8c\x07_codecs\x8c\x06encode\x93Ka.",
+        b"\x80\x04}(Ka.",
+        b"\x80\x04\x8c\x0btorch._utils\x8c\x12_rebuild_tensor_v2\x93.",
+        b"\x80\x04\x8c\x05torch\x8c\x06Tensor\x93)R.",
+        b"\x80\x04\x8c\x05numpy\x8c\x07ndarray\x93(K\x05tR.",
+    ],
+    ids=[
+        "codec",
+        "state of a name",
+        "attribute of a name",
+        "state of a list",
+        "append to a name",
+        "no mark",
+        "name",
+        "type",
+        "array",
+    ],
+)
+def test_names_are_only_what_they_are_for(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises((UnsafePickleError, DamagedDumpError)):
+        read(tmp_path, data)
+
+
+def test_nothing_on_the_list_runs_anything_by_its_nature() -> None:
+    """The list is short enough to be read; of Python itself it has set and bytes only."""
+    modules = {name.split(".")[0] for name in NAMES}
+    assert modules == {
+        "PIL",
+        "__builtin__",
+        "_codecs",
+        "builtins",
+        "collections",
+        "numpy",
+        "tensordict",
+        "torch",
+        "verl",
+    }
+    own = {name.split(".")[1] for name in NAMES if name.startswith(("builtins", "__builtin__"))}
+    assert own == {"set", "bytes"}
+
+
+def test_a_file_that_shares_itself_into_any_size_is_refused(tmp_path: Path) -> None:
+    """Ten lists of ten lists of …: a kilobyte that would be a hundred billion items."""
+    value: Any = ["x"]
+    for _ in range(11):
+        value = [value] * 10
+    with pytest.raises(DamagedDumpError, match="repeats parts of itself"):
+        read(tmp_path, data_proto(meta={"timing": value}))
+
+
+@pytest.mark.parametrize("depth", [150, 100_000], ids=["deep", "very deep"])
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int) -> None:
+    data = b"\x80\x04" + b"]" * depth + b"a" * (depth - 1) + b"."
+    with pytest.raises(DamagedDumpError, match="nested too deeply"):
+        read(tmp_path, data)
+
+
+def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(DamagedDumpError, match="within itself"):
+        read(tmp_path, pickle.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [((1 << 40,), (0,), 0), ((3,), (1,), 0), ((2,), (5,), 0), ((1,), (1,), 2), ((-1,), (1,), 0), ((2,), (-1,), 1)],
+)
+def test_a_tensor_cannot_reach_beyond_its_storage(tmp_path: Path, size: Any, stride: Any, offset: int) -> None:
+    storage = torch.arange(2)
+    asked = (torch._utils._rebuild_tensor_v2, (storage._typed_storage(), offset, size, stride, False, OrderedDict()))
+    with pytest.raises(DamagedDumpError, match=r"does not lie within|is no size"):
+        read(tmp_path, pickle.dumps(Reduces(*asked[:1], *asked[1])))
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({}))
+        archive.writestr("archive/data/0", bytes(1 << 20))
+    with pytest.raises(DamagedDumpError, match="compressed"):
+        read(tmp_path, sink.getvalue())
+
+
+@pytest.mark.parametrize("path", DUMPS, ids=lambda path: "/".join(path.parts[-4:]))
+def test_a_real_dump_that_is_cut_off_or_changed_never_does_more_than_fail(path: Path, tmp_path: Path) -> None:
+    whole, chance = path.read_bytes(), random.Random(5)
+    read_dump_file(str(path))
+    for length in sorted(chance.sample(range(len(whole)), 40)):
+        with pytest.raises(StoreError):
+            read(tmp_path, whole[:length])
+    for _ in range(200):
+        changed = bytearray(whole)
+        for _ in range(chance.randrange(1, 4)):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        try:
+            read(tmp_path, bytes(changed))
+        except StoreError:
+            pass
+
+
+VALUES = {
+    "containers": {"a": [1, (2.5, None)], "b": {"c": b"bytes", "d": True}, "e": "é", "f": 10**30, "g": -1},
+    "arrays": [np.arange(6).reshape(2, 3), np.float32(1.5), np.array(["ab", "c"]), np.array([True]), np.zeros((0, 2))],
+    "order": np.asfortranarray(np.arange(6).reshape(2, 3)),
+    "objects": cell({"x": np.int64(5), "y": [np.bool_(True)]}),
+    "tensors": [torch.arange(6).reshape(2, 3)[:, 1:], torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 3)],
+    "kinds": [
+        torch.ones(2, dtype=kind) for kind in (torch.float16, torch.float64, torch.bool, torch.uint8, torch.int8)
+    ],
+}
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("name", VALUES)
+def test_values_come_back_as_the_unpickler_of_python_would_give_them(tmp_path: Path, name: str, protocol: int) -> None:
+    data = pickle.dumps(VALUES[name], protocol)
+    assert_same_object(pickle.loads(data), read(tmp_path, data, watch=False))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_in_a_file_of_torch_come_back(tmp_path: Path, name: str) -> None:
+    data = torch_file(VALUES[name])
+    assert_same_object(torch.load(io.BytesIO(data), weights_only=False), read(tmp_path, data, watch=False))
+
+
+def test_numbers_of_a_big_endian_machine_keep_their_values(tmp_path: Path) -> None:
+    assert read(tmp_path, pickle.dumps(np.arange(300, 303, dtype=">i4"))).tolist() == [300, 301, 302]
+
+
+def test_what_rows_share_is_shared_again(tmp_path: Path) -> None:
+    shared = {"answer": 5}
+    one, two = read(tmp_path, pickle.dumps([shared, shared]))
+    assert one is two
+
+
+def test_an_image_comes_back(tmp_path: Path) -> None:
+    from PIL import Image
+
+    image = Image.new("RGB", (3, 2), (10, 20, 30))
+    found = read(tmp_path, pickle.dumps(image), watch=False)
+    assert (found.mode, found.size, found.tobytes()) == (image.mode, image.size, image.tobytes())
+
+
+def test_the_stream_is_left_at_the_end_of_the_pickle() -> None:
+    stream = io.BytesIO(pickle.dumps([1]) + b"rest")
+    assert read_pickle(stream, ()) == [1]
+    assert stream.read() == b"rest"

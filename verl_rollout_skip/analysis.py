@@ -1,0 +1,308 @@
+"""What can be said of a recorded rollout step from a few of its columns: scores, lengths, groups, pass rate.
+
+Nothing is decoded that is not needed, nothing is printed, and torch is not imported. A number that the recording does
+not give is None, never a guess; where a number rests on a convention, the convention is said beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl_rollout_skip.entries import Entries
+from verl_rollout_skip.entry_columns import EntryColumns
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.manifest import Manifest
+from verl_rollout_skip.store.entry import EntryRecord
+
+if TYPE_CHECKING:
+    from verl_rollout_skip.store.store import RolloutStore
+
+ACCURACY = "acc"
+_EXTRA_FIELDS = "extra_fields"
+_LIMIT_SETTINGS = (("actor_rollout_ref", "rollout", "response_length"), ("data", "max_response_length"))
+
+
+class PassSource(str, Enum):
+    """What counts as a passed trajectory."""
+
+    ACC = "acc"
+    """The reward function returned ``acc`` of 0 or 1 beside the score: 1 is a pass."""
+    ACC_POSITIVE = "acc > 0"
+    """It returned an ``acc`` that is neither: above 0 is a pass."""
+    SCORE_POSITIVE = "score > 0"
+    """No ``acc`` was recorded: a score above 0 is a pass. Wrong for rewards that give points for less."""
+    NONE = "none"
+    """Neither ``acc`` nor scores were recorded."""
+
+
+class LimitSource(str, Enum):
+    """Where the longest possible response is known from."""
+
+    CONFIG = "config"
+    """The configuration in the manifest: ``rollout.response_length``, else ``data.max_response_length``."""
+    PADDING = "padding"
+    """The width to which the recorded responses were padded."""
+    NONE = "none"
+    """It is not known: no manifest, and responses without padding."""
+
+
+@dataclass(frozen=True)
+class StepColumns:
+    """The columns that statistics are made of, one value a trajectory. None: not recorded.
+
+    ``groups`` numbers the prompts: trajectories of the same prompt have the same number, in order of appearance.
+    """
+
+    record: EntryRecord
+    prompt_lengths: np.ndarray | None
+    response_lengths: np.ndarray | None
+    scores: np.ndarray | None
+    groups: np.ndarray | None
+    accuracies: np.ndarray | None
+    response_width: int | None
+
+    @property
+    def pass_source(self) -> PassSource:
+        if self.accuracies is not None:
+            binary = np.isin(self.accuracies, (0, 1)).all()
+            return PassSource.ACC if binary else PassSource.ACC_POSITIVE
+        return PassSource.NONE if self.scores is None else PassSource.SCORE_POSITIVE
+
+    @property
+    def passed(self) -> np.ndarray | None:
+        """Which trajectories passed, by ``pass_source``."""
+        found = self.scores if self.accuracies is None else self.accuracies
+        return None if found is None else found > 0
+
+
+@dataclass(frozen=True)
+class ScoreStatistics:
+    """Of the finite scores of a step; ``std`` is that of the step as a whole (divided by n)."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+    nonfinite: int
+    """Trajectories whose score is NaN or infinite: left out of the numbers above."""
+
+
+@dataclass(frozen=True)
+class LengthStatistics:
+    """Of the lengths of the responses, in tokens."""
+
+    mean: float
+    p95: float
+    max: int
+    limit: int | None
+    limit_source: LimitSource
+    at_limit: float | None
+    """The share of responses that are as long as the limit: cut off, or just as long."""
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Of the trajectories of the same prompt. Groups of one trajectory have no variance and are not counted in it."""
+
+    count: int
+    largest: int
+    compared: int
+    """Groups of two and more."""
+    zero_variance: int | None
+    """Of those, groups whose scores are all equal: no advantage, so nothing to learn from in GRPO."""
+    all_passed: int | None
+    none_passed: int | None
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """One recorded rollout step in numbers."""
+
+    key: RolloutKey
+    rows: int
+    prompt_tokens: int | None
+    response_tokens: int | None
+    score: ScoreStatistics | None
+    pass_rate: float | None
+    pass_source: PassSource
+    length: LengthStatistics | None
+    groups: GroupStatistics | None
+    generate_s: float | None
+    bytes: int
+    created_at: str
+
+
+def step_columns(source: Entries | RolloutStore, key: RolloutKey) -> StepColumns:
+    """Read the columns that statistics are made of."""
+    return columns_of(Entries.of(source).columns(key))
+
+
+def step_statistics(
+    source: Entries | RolloutStore, key: RolloutKey, response_limit: int | None = None
+) -> StepStatistics:
+    """The statistics of one step; ``response_limit`` is what ``configured_limit`` finds in the manifest."""
+    return summarise(step_columns(source, key), response_limit)
+
+
+def columns_of(entry: EntryColumns) -> StepColumns:
+    """The same for an entry that is open."""
+    digests = entry.texts("skip__prompt_digest")
+    scores = entry.numbers("skip__score")
+    spans = entry.description["output"].get("spans")
+    return StepColumns(
+        record=entry.record,
+        prompt_lengths=entry.numbers("skip__prompt_length"),
+        response_lengths=entry.numbers("skip__response_length"),
+        scores=None if scores is None else scores.astype(np.float64),
+        groups=None if digests is None else _numbered(digests),
+        accuracies=_accuracies(entry),
+        response_width=None if spans is None else int(spans[1]),
+    )
+
+
+def summarise(columns: StepColumns, response_limit: int | None = None) -> StepStatistics:
+    """Statistics from columns that were read."""
+    record, passed = columns.record, columns.passed
+    return StepStatistics(
+        key=record.key,
+        rows=record.rows,
+        prompt_tokens=record.prompt_tokens,
+        response_tokens=record.response_tokens,
+        score=_score_statistics(columns.scores),
+        pass_rate=None if passed is None or not len(passed) else float(passed.mean()),
+        pass_source=columns.pass_source,
+        length=_length_statistics(columns, response_limit),
+        groups=_group_statistics(columns),
+        generate_s=_seconds(record),
+        bytes=record.bytes,
+        created_at=record.created_at,
+    )
+
+
+def configured_limit(manifest: Manifest | None) -> int | None:
+    """The longest possible response by the configuration of a manifest."""
+    for path in _LIMIT_SETTINGS if manifest is not None else ():
+        node: object = manifest.config if manifest is not None else None
+        for name in path:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, int) and not isinstance(node, bool) and node > 0:
+            return node
+    return None
+
+
+def weighted_mean(values: Iterable[tuple[float | None, int]]) -> float | None:
+    """The mean of several steps' means, each counted by its rows; those that are not known are left out."""
+    known = [(value, rows) for value, rows in values if value is not None and rows]
+    rows = sum(count for _, count in known)
+    return sum(value * count for value, count in known) / rows if rows else None
+
+
+def _numbered(digests: list[str]) -> np.ndarray:
+    first: dict[str, int] = {}
+    return np.array([first.setdefault(digest, len(first)) for digest in digests], np.int64)
+
+
+def _accuracies(entry: EntryColumns) -> np.ndarray | None:
+    """The reward extra ``acc``: a column of numbers, or of Python numbers and truth values."""
+    item = entry.place(ACCURACY)
+    if item is None:
+        return _nested_accuracies(entry)
+    if item.get("form", "dense") != "dense" or item.get("cells") in ("text", "json"):
+        return None
+    found = entry.numbers(item["column"])
+    return None if found is None or found.ndim != 1 else found.astype(np.float64)
+
+
+def _nested_accuracies(entry: EntryColumns) -> np.ndarray | None:
+    """The same where verl's V1 trainers have it: in a dict among the extra fields of each trajectory."""
+    item = entry.place(_EXTRA_FIELDS)
+    texts = entry.texts(item["column"]) if item is not None and item.get("cells") == "json" else None
+    if not texts:
+        return None
+    try:
+        found = [_number(json.loads(text)["reward_extra_info"][ACCURACY]) for text in texts]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return None if None in found else np.array(found, np.float64)
+
+
+def _number(value: Any) -> float | None:
+    """A number as a cell of JSON has it: plain, or a scalar of numpy (see docs/format.md)."""
+    if isinstance(value, dict) and value.get("$type") == "numpy":
+        value = np.frombuffer(bytes.fromhex(value["hex"]), value["dtype"])[0]
+    return float(value) if isinstance(value, int | float | np.number | np.bool_) else None
+
+
+def _score_statistics(scores: np.ndarray | None) -> ScoreStatistics | None:
+    if scores is None:
+        return None
+    finite = scores[np.isfinite(scores)]
+    if not len(finite):
+        return None
+    return ScoreStatistics(
+        mean=float(finite.mean()),
+        std=float(finite.std()),
+        min=float(finite.min()),
+        max=float(finite.max()),
+        nonfinite=len(scores) - len(finite),
+    )
+
+
+def _length_statistics(columns: StepColumns, configured: int | None) -> LengthStatistics | None:
+    lengths = columns.response_lengths
+    if lengths is None or not len(lengths):
+        return None
+    limit, source = configured, LimitSource.CONFIG
+    if limit is None:
+        limit = columns.response_width
+        source = LimitSource.NONE if limit is None else LimitSource.PADDING
+    return LengthStatistics(
+        mean=float(lengths.mean()),
+        p95=float(np.percentile(lengths, 95)),
+        max=int(lengths.max()),
+        limit=limit,
+        limit_source=source,
+        at_limit=None if limit is None else float((lengths >= limit).mean()),
+    )
+
+
+def _group_statistics(columns: StepColumns) -> GroupStatistics | None:
+    groups, passed = columns.groups, columns.passed
+    if groups is None or not len(groups):
+        return None
+    sizes = np.bincount(groups)
+    compared = sizes > 1
+    all_passed = none_passed = None
+    if passed is not None:
+        passes = np.bincount(groups, passed)
+        all_passed = int((compared & (passes == sizes)).sum())
+        none_passed = int((compared & (passes == 0)).sum())
+    return GroupStatistics(
+        count=len(sizes),
+        largest=int(sizes.max()),
+        compared=int(compared.sum()),
+        zero_variance=_zero_variance(groups, sizes, columns.scores),
+        all_passed=all_passed,
+        none_passed=none_passed,
+    )
+
+
+def _zero_variance(groups: np.ndarray, sizes: np.ndarray, scores: np.ndarray | None) -> int | None:
+    if scores is None:
+        return None
+    low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
+    with np.errstate(invalid="ignore"):  # a NaN spreads, and then nothing is equal
+        np.minimum.at(low, groups, scores)
+        np.maximum.at(high, groups, scores)
+    return int(((sizes > 1) & (low == high)).sum())
+
+
+def _seconds(record: EntryRecord) -> float | None:
+    value = record.info.get("generate_s")
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

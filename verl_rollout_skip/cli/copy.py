@@ -1,0 +1,135 @@
+"""``rollout-skip copy``: recordings to another folder or object store, checked by digest, resumable."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from verl_rollout_skip.cli.arguments import PATH_HELP, add_path, add_steps, describe
+from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.folders import Place, Variant, find_place
+from verl_rollout_skip.cli.text import line, progress, table
+from verl_rollout_skip.entries import Entries
+from verl_rollout_skip.errors import ConfigError, StoreError
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store.entry import EntryRecord
+from verl_rollout_skip.store.local import LocalStorage, free_bytes
+from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.transfer import Copied, Outcome, copy_description, copy_entries
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_BAD = (Outcome.CONFLICT, Outcome.DAMAGED)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    describe(
+        parser,
+        "Copy a dump_dir, a run or a variant to another folder or object store, or from one: entries, manifests, "
+        "recordings, tokenizers and pins. DST then holds what SRC holds, at the same places below it. Each entry is "
+        "checked by its digest and appears whole or not at all. Run the same command again to go on after an "
+        "interruption, or to copy what was recorded since. Nothing is overwritten: another rollout under the same "
+        "key is kept and reported. The exit code is 1 if entries are damaged or in conflict; the others are copied.",
+        "  rollout-skip copy /data/dumps/RUN /backup/RUN\n"
+        "  rollout-skip copy /data/dumps s3://bucket/dumps --read-back\n"
+        "  rollout-skip copy /data/dumps/RUN/VARIANT /data/first --steps 1",
+    )
+    add_path(parser, "src", PATH_HELP)
+    add_path(parser, "dst", "where to: a folder or a URL; made if it is not there")
+    add_steps(parser)
+    parser.add_argument("--read-back", action="store_true", help="read each entry again at DST and check its digest")
+    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="entries at a time (default: 4)")
+
+
+def run(parsed: argparse.Namespace) -> Result:
+    place = find_place(parsed.src, parsed.steps)
+    if parsed.jobs < 1:
+        raise ConfigError(f"--jobs is {parsed.jobs}; give 1 or more.")
+    work = [(variant, target, place.keys(variant)) for variant, target in _destinations(place, parsed.dst)]
+    _check_space(parsed.dst, work)
+    with progress(parsed.json) as bar:
+        variants = [_copy(bar, parsed, *item) for item in work]
+    failed = any(variant["problems"] for variant in variants)
+    return Result({"source": parsed.src, "destination": parsed.dst, "variants": variants}, 1 if failed else 0)
+
+
+def render(console: Console, data: dict[str, Any]) -> None:
+    rows = [
+        (
+            variant["name"],
+            variant["copied"],
+            variant["present"],
+            len(variant["problems"]),
+            format_size(variant["bytes"]),
+        )
+        for variant in data["variants"]
+    ]
+    table(console, ("variant", "copied", "there already", "not copied", "size"), rows, left=("variant",))
+    for variant in data["variants"]:
+        for problem in variant["problems"]:
+            line(console, f"{problem['outcome']}: {problem['error']}", "red")
+    line(console, f"in {data['destination']}")
+
+
+def _copy(
+    bar: Progress, parsed: argparse.Namespace, variant: Variant, target: str, keys: list[RolloutKey]
+) -> dict[str, Any]:
+    task = bar.add_task(variant.name, total=len(keys))
+    storage = open_storage(target)
+    copy_description(variant.storage, storage)
+    copied = copy_entries(
+        variant.storage,
+        storage,
+        keys,
+        jobs=parsed.jobs,
+        read_back=parsed.read_back,
+        done=lambda entry: bar.advance(task),
+    )
+    return _plain(variant, target, copied)
+
+
+def _destinations(place: Place, dst: str) -> list[tuple[Variant, str]]:
+    """Each variant with the place below DST that it has below SRC."""
+    target = open_storage(dst).where().rstrip("/")
+    if f"{target}/".startswith(f"{place.root}/") or f"{place.root}/".startswith(f"{target}/"):
+        raise ConfigError(f"{dst} and {place.path} lie within one another: give a destination beside the source.")
+    return [(variant, target + variant.path.removeprefix(place.root)) for variant in place.variants]
+
+
+def _check_space(dst: str, work: list[tuple[Variant, str, list[RolloutKey]]]) -> None:
+    """Say before the copy begins that there is no room for it."""
+    storage = open_storage(dst)
+    if not isinstance(storage, LocalStorage):
+        return
+    needed = 0
+    for variant, target, keys in work:
+        missing = set(keys) - set(Entries.at(target))
+        records = variant.entries.records(missing.__contains__)
+        needed += sum(record.bytes for record in records if isinstance(record, EntryRecord))
+    free = free_bytes(storage.root)
+    if needed > free:
+        raise StoreError(
+            f"{format_size(needed)} are to be copied and {format_size(free)} are free in {storage.root}. Make room, "
+            "choose another place, or copy fewer steps with --steps."
+        )
+
+
+def _plain(variant: Variant, target: str, copied: Copied) -> dict[str, Any]:
+    problems = [
+        {"step": e.key.step, "gen_batch": e.key.gen_batch, "outcome": e.outcome.value, "error": e.error}
+        for e in copied.entries
+        if e.outcome in _BAD
+    ]
+    return {
+        "name": variant.name,
+        "source": variant.path,
+        "destination": target,
+        "copied": copied.count(Outcome.COPIED),
+        "present": copied.count(Outcome.PRESENT),
+        "bytes": sum(entry.bytes for entry in copied.entries if entry.outcome is Outcome.COPIED),
+        "problems": problems,
+    }

@@ -1,0 +1,73 @@
+"""``rollout-skip export``: recorded rollouts as text, for verl's viewer, SQL, pandas and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from verl_rollout_skip.cli.arguments import add_path, add_steps, add_tokenizer, describe
+from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.folders import find_place
+from verl_rollout_skip.cli.text import counted, line, progress
+from verl_rollout_skip.decoding import find_decoder
+from verl_rollout_skip.errors import ConfigError, StoreError
+from verl_rollout_skip.exporting import Format, export
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.trajectories import Trajectory, read_trajectories
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    describe(
+        parser,
+        "Write recorded rollouts as text. jsonl: a folder with one file a step and the keys of verl's "
+        "trainer.rollout_data_dir (input, output, gts, score, step and what the reward function returned besides); "
+        "verl's rollout_viewer reads it. parquet: one file with all steps, text and tokens. dataset: a folder for "
+        "datasets.load_from_disk. Special tokens are left out of the text, as verl does. The digest of each entry is "
+        "checked; a file appears when it is complete.",
+        "  rollout-skip export /data/dumps/RUN/VARIANT -o texts --format jsonl\n"
+        "  rollout-skip export /data/dumps/RUN/VARIANT -o texts.parquet --format parquet --steps 1-2\n"
+        "  rollout-skip export /data/dumps/RUN/VARIANT -o dataset --format dataset",
+    )
+    add_path(parser)
+    parser.add_argument("-o", "--out", metavar="OUT", required=True, help="a local folder, or a file with parquet")
+    parser.add_argument(
+        "--format", choices=[form.value for form in Format], default=Format.JSONL.value, help="%(choices)s"
+    )
+    add_steps(parser)
+    add_tokenizer(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+def run(parsed: argparse.Namespace) -> Result:
+    place = find_place(parsed.path, parsed.steps)
+    variant = place.only_variant()
+    keys = place.chosen_keys(variant)
+    if "://" in parsed.out:
+        raise ConfigError(f"--out is {parsed.out}; exports go to a local folder.")
+    decoder = find_decoder(variant.path, variant.manifest, parsed.tokenizer)
+    if decoder is None:
+        raise StoreError(f"There is no tokenizer in {variant.path} to make text with: give one with --tokenizer DIR.")
+    store, rows = variant.store, 0
+
+    def rollouts(bar: Any) -> Iterator[tuple[RolloutKey, Iterator[Trajectory]]]:
+        nonlocal rows
+        for key in bar.track(keys, description=variant.name):
+            entry = store.load(key)
+            rows += entry.record.rows
+            yield key, read_trajectories(entry)
+
+    with progress(parsed.json) as bar:
+        made = export(rollouts(bar), decoder, Format(parsed.format), Path(parsed.out).expanduser(), parsed.overwrite)
+    data = {"path": variant.path, "format": parsed.format, "tokenizer": decoder.source, "entries": len(keys)}
+    return Result({**data, "rows": rows, "files": [str(path) for path in made]})
+
+
+def render(console: Console, data: dict[str, Any]) -> None:
+    for path in data["files"]:
+        line(console, path)
+    rows, entries = counted(data["rows"], "trajectory", "trajectories"), counted(data["entries"], "entry", "entries")
+    line(console, f"{rows} of {entries} as {data['format']}", "green")

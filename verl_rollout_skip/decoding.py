@@ -1,0 +1,116 @@
+"""From recorded tokens to text: the tokenizer that was copied beside the dumps, or another one. Its code is never run.
+
+A plain ``tokenizer.json`` is read by the library ``tokenizers``, which takes a tenth of a second; what needs more than
+that is left to ``transformers``, if it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_rollout_skip.errors import StoreError
+from verl_rollout_skip.manifest import Manifest
+from verl_rollout_skip.store.locations import join, open_storage
+from verl_rollout_skip.store.storage import HERE, Storage
+from verl_rollout_skip.tokenizer import FOLDER
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 256 << 20
+_FAST, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class TextDecoder:
+    """Turns tokens into text; ``source`` says where the tokenizer came from."""
+
+    source: str
+    _decode: Callable[[list[int], bool], str]
+    tokenizer: Any = None
+    """The ``tokenizers.Tokenizer`` behind it, for those who want each token; None if it is written in Python."""
+
+    def text(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._decode([int(token) for token in tokens], skip_special_tokens)
+
+
+def find_decoder(folder: str, manifest: Manifest | None, given: str | None = None) -> TextDecoder | None:
+    """The decoder for the entries of a variant folder, None if there is none. One that was given must work."""
+    if given is not None:
+        return _given_decoder(given)
+    for place in _places(folder, manifest):
+        try:
+            decoder = _open_decoder(place)
+        except Exception as error:  # whatever is wrong with one tokenizer, the tokens can still be shown
+            logger.warning("the tokenizer in %s cannot be used: %s", place, error)
+            continue
+        if decoder is not None:
+            return decoder
+    return None
+
+
+def _given_decoder(folder: str) -> TextDecoder:
+    try:
+        decoder = _open_decoder(folder)
+    except Exception as error:
+        raise StoreError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+    if decoder is None:
+        raise StoreError(f"{folder} is no tokenizer folder: it has no {_FAST} or {_CONFIG}.")
+    return decoder
+
+
+def _places(folder: str, manifest: Manifest | None) -> Iterator[str]:
+    yield join(folder, FOLDER)
+    model = {} if manifest is None else manifest.config.get("actor_rollout_ref", {}).get("model", {})
+    for path in (model.get("tokenizer_path"), model.get("path")) if isinstance(model, dict) else ():
+        if isinstance(path, str) and os.path.isabs(os.path.expanduser(path)):
+            yield path
+
+
+def _open_decoder(folder: str) -> TextDecoder | None:
+    storage = open_storage(folder)
+    names = set(storage.names(HERE))
+    if _FAST in names:
+        tokenizer = _plain_tokenizer(storage, names)
+        if tokenizer is not None:
+            source = storage.where().rstrip("/")
+            return TextDecoder(source, lambda ids, skip: str(tokenizer.decode(ids, skip)), tokenizer)
+    if _FAST in names or _CONFIG in names:
+        return _full_decoder(storage, names)
+    return None
+
+
+def _plain_tokenizer(storage: Storage, names: set[str]) -> Any:
+    """The tokenizer in ``tokenizer.json``, unless the files beside it change what its tokens mean."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return None
+    tokenizer: Any = Tokenizer.from_buffer(bytes(storage.read(HERE, _FAST, _MAX_BYTES)))
+    config = json.loads(storage.read(HERE, _CONFIG, _MAX_BYTES)) if _CONFIG in names else {}
+    added = config.get("added_tokens_decoder") or {}
+    unknown = [token for token in added if tokenizer.id_to_token(int(token)) is None]
+    return None if unknown or config.get("clean_up_tokenization_spaces") else tokenizer
+
+
+def _full_decoder(storage: Storage, names: set[str]) -> TextDecoder:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise StoreError("It needs the package transformers, which is not installed.") from error
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            Path(folder, name).write_bytes(storage.read(HERE, name, _MAX_BYTES))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return TextDecoder(
+        storage.where().rstrip("/"),
+        lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip)),
+        getattr(tokenizer, "backend_tokenizer", None),
+    )

@@ -1,0 +1,187 @@
+"""Recorded rollouts as text in files of others: JSONL as verl dumps its generations, Parquet, a Hugging Face dataset.
+
+Each file appears under its name only when it is complete. What is there already is kept unless it is to be replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl_rollout_skip.decoding import TextDecoder
+from verl_rollout_skip.errors import StoreError
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.trajectories import Trajectory
+
+Rollouts = Iterable[tuple[RolloutKey, Iterable[Trajectory]]]
+"""Entries in the order of their keys."""
+
+_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("gen_batch", pa.int64()),
+        ("row", pa.int64()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("score", pa.float64()),
+        ("ground_truth", pa.string()),
+        ("data_source", pa.string()),
+        ("messages", pa.string()),
+        ("reward_extra", pa.string()),
+        ("prompt_tokens", pa.list_(pa.int32())),
+        ("response_tokens", pa.list_(pa.int32())),
+    ]
+)
+
+
+class Format(str, Enum):
+    """What a recording is exported to."""
+
+    JSONL = "jsonl"
+    """A folder with one file a step, as verl's ``trainer.rollout_data_dir`` has it."""
+    PARQUET = "parquet"
+    """One Parquet file with all steps."""
+    DATASET = "dataset"
+    """A folder that ``datasets.load_from_disk`` opens."""
+
+
+def export(rollouts: Rollouts, decoder: TextDecoder, form: Format, out: Path, overwrite: bool = False) -> list[Path]:
+    """Write the rollouts; returns the files or the folder that were made."""
+    if form is Format.JSONL:
+        return _export_jsonl(rollouts, decoder, out, overwrite)
+    if form is Format.PARQUET:
+        with _new_file(out, overwrite) as file:
+            _write_parquet(rollouts, decoder, file)
+        return [out]
+    _export_dataset(rollouts, decoder, out, overwrite)
+    return [out]
+
+
+def _export_jsonl(rollouts: Rollouts, decoder: TextDecoder, out: Path, overwrite: bool) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    made = []
+    for step, batches in _by_step(rollouts):
+        path = out / f"{step}.jsonl"
+        with _new_file(path, overwrite) as file, open(file, "w", encoding="utf-8", errors="replace") as lines:
+            for key, trajectories in batches:
+                for trajectory in trajectories:
+                    fields = _generation(key, trajectory, decoder)
+                    lines.write(json.dumps(_finite(fields), ensure_ascii=False, default=str) + "\n")
+        made.append(path)
+    return made
+
+
+def _generation(key: RolloutKey, trajectory: Trajectory, decoder: TextDecoder) -> dict[str, Any]:
+    """One line as verl's ``_dump_generations`` writes it; a second generate call of a step says so in addition."""
+    fields = {
+        "input": _text(decoder, trajectory.prompt),
+        "output": _text(decoder, trajectory.response),
+        "gts": trajectory.ground_truth,
+        "score": trajectory.score,
+        "step": key.step,
+        **trajectory.reward_extra,
+    }
+    return {**fields, "gen_batch": key.gen_batch} if key.gen_batch else fields
+
+
+def _write_parquet(rollouts: Rollouts, decoder: TextDecoder, file: Path) -> None:
+    with pq.ParquetWriter(file, _SCHEMA, compression="zstd") as writer:
+        for key, trajectories in rollouts:
+            rows = [_row(key, trajectory, decoder) for trajectory in trajectories]
+            writer.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
+
+
+def _row(key: RolloutKey, trajectory: Trajectory, decoder: TextDecoder) -> dict[str, Any]:
+    truth, source = trajectory.ground_truth, trajectory.data_source
+    return {
+        "step": key.step,
+        "gen_batch": key.gen_batch,
+        "row": trajectory.row,
+        "prompt": _text(decoder, trajectory.prompt),
+        "response": _text(decoder, trajectory.response),
+        "score": trajectory.score,
+        "ground_truth": truth if truth is None or isinstance(truth, str) else _json(truth),
+        "data_source": None if source is None else str(source),
+        "messages": None if trajectory.messages is None else _json(trajectory.messages),
+        "reward_extra": _json(trajectory.reward_extra),
+        "prompt_tokens": trajectory.prompt,
+        "response_tokens": trajectory.response,
+    }
+
+
+def _export_dataset(rollouts: Rollouts, decoder: TextDecoder, out: Path, overwrite: bool) -> None:
+    try:
+        from datasets import Dataset, disable_progress_bars
+    except ImportError as error:
+        raise StoreError(
+            "A Hugging Face dataset needs the package datasets, which is not installed: pip install datasets, or use "
+            "--format parquet, which load_dataset reads too."
+        ) from error
+    disable_progress_bars()
+    _refuse_taken(out, overwrite)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+        file = Path(folder, "rows.parquet")
+        _write_parquet(rollouts, decoder, file)
+        dataset = Dataset.from_parquet(str(file), cache_dir=str(Path(folder, "cache")))
+        dataset.save_to_disk(str(Path(folder, "made")))
+        del dataset
+        if out.exists():
+            shutil.rmtree(out)
+        os.rename(Path(folder, "made"), out)
+
+
+def _by_step(rollouts: Rollouts) -> Iterator[tuple[int, Iterator[tuple[RolloutKey, Iterable[Trajectory]]]]]:
+    yield from itertools.groupby(rollouts, key=lambda rollout: rollout[0].step)
+
+
+@contextlib.contextmanager
+def _new_file(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary file beside ``path`` that gets its name when everything is written."""
+    _refuse_taken(path, overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _refuse_taken(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise StoreError(f"{path} is there already and was kept. Give another place, or --overwrite to replace it.")
+
+
+def _text(decoder: TextDecoder, tokens: list[int] | None) -> str | None:
+    return None if tokens is None else decoder.text(tokens, skip_special_tokens=True)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_finite(value), ensure_ascii=False, default=_describe)
+
+
+def _describe(value: Any) -> Any:
+    return value.tolist() if type(value).__module__ == "numpy" else str(value)
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities become null: JSON has no word for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,79 @@
+"""Pins: steps, or a whole variant, that ``prune`` leaves alone.
+
+Each pin is a small JSON file of its own under ``pins/`` in the variant folder. That it is there decides; its content is
+for people. So any number of processes can pin and unpin at once, a crash leaves a pin or none, a damaged file still
+protects, and readers that know nothing of pins never look there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from verl_rollout_skip.errors import StoreError
+from verl_rollout_skip.store.storage import Storage
+
+FOLDER = "pins"
+_WHOLE = "variant.json"
+_STEP = re.compile(r"step_(\d{6,})\.json")
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What stays: a step with all its generation batches, or the whole variant if ``step`` is None."""
+
+    step: int | None
+    note: str | None = None
+    pinned_at: str | None = None
+
+    @property
+    def name(self) -> str:
+        return _WHOLE if self.step is None else f"step_{self.step:06d}.json"
+
+    def __str__(self) -> str:
+        return "the whole variant" if self.step is None else f"step {self.step}"
+
+
+def read_pins(storage: Storage) -> list[Pin]:
+    """The pins of a variant: the whole variant first, then steps in order."""
+    found = []
+    for name in storage.names(FOLDER):
+        match = _STEP.fullmatch(name)
+        if match is not None or name == _WHOLE:
+            found.append(_read(storage, name, None if match is None else int(match[1])))
+    return sorted(found, key=lambda pin: -1 if pin.step is None else pin.step)
+
+
+def add_pin(storage: Storage, step: int | None, note: str | None = None) -> Pin:
+    """Pin a step, or the whole variant. Pinning again replaces the note."""
+    pin = Pin(step, note, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    data = json.dumps({"step": step, "note": note, "pinned_at": pin.pinned_at}, indent=2, ensure_ascii=False) + "\n"
+    with storage.stage(FOLDER) as staged:
+        staged.write(data.encode("utf-8", "surrogateescape"))
+        storage.publish(staged, pin.name, replace=True)
+    return pin
+
+
+def remove_pin(storage: Storage, step: int | None) -> bool:
+    """Take a pin away; returns whether there was one."""
+    name = Pin(step).name
+    there = storage.info(FOLDER, name) is not None
+    storage.delete(FOLDER, name)
+    return there
+
+
+def is_pinned(storage: Storage, step: int) -> bool:
+    """Whether a step is pinned now, by itself or with its variant."""
+    return any(storage.info(FOLDER, Pin(which).name) is not None for which in (None, step))
+
+
+def _read(storage: Storage, name: str, step: int | None) -> Pin:
+    try:
+        fields = json.loads(storage.read(FOLDER, name, _MAX_BYTES))
+        note, pinned_at = (fields.get(key) for key in ("note", "pinned_at"))
+        return Pin(step, *(None if value is None else str(value) for value in (note, pinned_at)))
+    except (ValueError, AttributeError, RecursionError, StoreError, FileNotFoundError):
+        return Pin(step, "(its file is damaged)")

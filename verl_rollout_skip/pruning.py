@@ -1,0 +1,265 @@
+"""What of a recording may go, and its removal: planned first, then done step by step.
+
+A step goes as a whole, for half of its generation batches can be replayed by nobody. It goes only if every condition
+that was given allows it, and never while it is pinned: pins are looked up again just before each removal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+from verl_rollout_skip import pins
+from verl_rollout_skip.config import Steps
+from verl_rollout_skip.entries import Entries, Unreadable
+from verl_rollout_skip.errors import EntryNotFoundError
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.manifest import NAME as MANIFEST
+from verl_rollout_skip.store import commit, names
+from verl_rollout_skip.store.local import LocalStorage
+from verl_rollout_skip.store.storage import HERE, Storage
+from verl_rollout_skip.tokenizer import FOLDER as TOKENIZER
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_SET_ASIDE = re.compile(r"gen_\d{3,}\.(parquet|json)\.[0-9a-f]+\.corrupt")
+_RECORDINGS = "recordings"
+_OWN = re.compile(r"gen_\d{3,}\.(parquet|json)")
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What may go: only if all of them allow it. ``max_size`` removes the oldest, and no more than needed."""
+
+    steps: Steps
+    older_than_s: float | None = None
+    keep_last: int | None = None
+    max_size: int | None = None
+    whole_variants: bool = False
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of a variant: its entries, what they take on disk, and when the last of them was recorded."""
+
+    step: int
+    keys: tuple[RolloutKey, ...]
+    bytes: int
+    recorded: float
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that nobody needs: left by a writer that died, or set aside because it could not be read."""
+
+    folder: str
+    name: str
+    bytes: int
+
+
+@dataclass
+class VariantPlan:
+    """What of one variant is to go. ``pinned`` would go as well if it were not pinned, or its variant with it."""
+
+    path: str
+    run_path: str
+    storage: Storage
+    held: list[RecordedStep]
+    steps: list[RecordedStep] = field(default_factory=list)
+    pinned: list[RecordedStep] = field(default_factory=list)
+    files: list[File] = field(default_factory=list)
+    whole: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(step.bytes for step in self.steps) + sum(file.bytes for file in self.files)
+
+    @property
+    def recorded(self) -> float:
+        return max((step.recorded for step in self.held), default=0.0)
+
+
+def parse_age(text: str) -> float:
+    """Seconds from ``30d``, ``12h``, ``2w``, ``90m`` or ``45s``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no age; give a number with s, m, h, d or w, such as 30d or 12h.")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def look_at(path: str, run_path: str, storage: Storage) -> VariantPlan:
+    """A variant and all its steps, nothing of it to go yet."""
+    return VariantPlan(path, run_path, storage, _held(Entries(storage)))
+
+
+def choose_steps(variants: Sequence[VariantPlan], conditions: Conditions) -> None:
+    """Enter into each plan which steps go, or which variants as a whole."""
+    if conditions.whole_variants:
+        _choose_variants(variants, conditions)
+        return
+    for variant in variants:
+        steps = [step for step in variant.held if _allows(conditions, step.step, step.recorded)]
+        if conditions.keep_last is not None:
+            kept = {step.step for step in variant.held[len(variant.held) - conditions.keep_last :]}
+            steps = [step for step in steps if step.step not in kept]
+        pinned = _pinned_steps(variant, pins.read_pins(variant.storage))
+        variant.steps = [step for step in steps if step not in pinned]
+        variant.pinned = [step for step in steps if step in pinned]
+    if conditions.max_size is not None:
+        _only_to_fit(variants, conditions.max_size)
+
+
+def find_leftovers(storage: Storage, older_than_s: float) -> list[File]:
+    """Temporary files and records that writers left behind."""
+    return [
+        File(folder, file.name, file.size)
+        for folder in [HERE, *sorted(storage.folders())]
+        for file in storage.files(folder)
+        if commit.is_leftover(storage, folder, file, older_than_s)
+    ]
+
+
+def find_set_aside(storage: Storage) -> list[File]:
+    """Entries that were set aside because they could not be read."""
+    return [
+        File(folder, file.name, file.size)
+        for folder in sorted(storage.folders())
+        for file in storage.files(folder)
+        if names.parse_folder(folder) is not None and _SET_ASIDE.fullmatch(file.name)
+    ]
+
+
+def carry_out(plan: VariantPlan, done: Callable[[], None] = lambda: None) -> list[RecordedStep]:
+    """Remove what a plan says; returns the steps that stayed because they were pinned meanwhile."""
+    stayed = []
+    for step in plan.steps:
+        if pins.is_pinned(plan.storage, step.step):
+            stayed.append(step)
+        else:
+            for key in step.keys:
+                with contextlib.suppress(EntryNotFoundError):  # somebody else was quicker
+                    commit.delete(plan.storage, key)
+            _remove_empty(plan.storage, names.folder_name(step.keys[0]))
+        done()
+    for file in plan.files:
+        plan.storage.delete(file.folder, file.name)
+        if file.folder != HERE:
+            _remove_empty(plan.storage, file.folder)
+    if plan.whole and not stayed:
+        _remove_rest(plan)
+    return stayed
+
+
+def _held(entries: Entries) -> list[RecordedStep]:
+    recorded: dict[int, float] = {}
+    for found in entries.records():
+        step = found.key.step
+        moment = 0.0 if isinstance(found, Unreadable) else datetime.fromisoformat(found.created_at).timestamp()
+        recorded[step] = max(recorded.get(step, 0.0), moment)
+    steps = []
+    for step, moment in sorted(recorded.items()):
+        files = {file.name: file for file in entries.storage.files(names.folder_name(RolloutKey(step)))}
+        numbers = sorted(number for number in map(names.parse_data, files) if number is not None)
+        keys = tuple(RolloutKey(step, number) for number in numbers)
+        own = [files[name] for key in keys for name in (names.data_name(key), names.record_name(key)) if name in files]
+        if keys:
+            # Without a record that can be read the file itself says when.
+            when = moment or max(file.changed for file in own)
+            steps.append(RecordedStep(step, keys, sum(file.size for file in own), when))
+    return steps
+
+
+def _allows(conditions: Conditions, step: int, recorded: float) -> bool:
+    old_enough = conditions.older_than_s is None or time.time() - recorded > conditions.older_than_s
+    return old_enough and step in conditions.steps
+
+
+def _choose_variants(variants: Sequence[VariantPlan], conditions: Conditions) -> None:
+    by_run: dict[str, list[VariantPlan]] = {}
+    for variant in variants:
+        by_run.setdefault(variant.run_path, []).append(variant)
+    going = []
+    for run in by_run.values():
+        ordered = sorted(run, key=lambda variant: variant.recorded)
+        going += ordered[: max(len(ordered) - (conditions.keep_last or 0), 0)]
+    going = [variant for variant in going if all(_allows(conditions, s.step, variant.recorded) for s in variant.held)]
+    free = []
+    for variant in going:
+        found = pins.read_pins(variant.storage)
+        variant.pinned = _pinned_steps(variant, found)
+        if not found:
+            free.append(variant)
+    if conditions.max_size is not None:
+        free = _oldest_to_fit(free, sum(_size(variant) for variant in variants) - conditions.max_size)
+    for variant in free:
+        variant.steps, variant.whole = list(variant.held), True
+
+
+def _oldest_to_fit(variants: Iterable[VariantPlan], excess: int) -> list[VariantPlan]:
+    chosen = []
+    for variant in sorted(variants, key=lambda variant: variant.recorded):
+        if excess <= 0:
+            break
+        chosen.append(variant)
+        excess -= _size(variant)
+    return chosen
+
+
+def _only_to_fit(variants: Sequence[VariantPlan], max_size: int) -> None:
+    """Of the steps that may go keep all but the oldest ones that must."""
+    excess = sum(_size(variant) for variant in variants) - max_size
+    candidates = [(step.recorded, variant.path, step.step, step) for variant in variants for step in variant.steps]
+    going: set[tuple[str, int]] = set()
+    for _, path, number, step in sorted(candidates, key=lambda candidate: candidate[:3]):
+        if excess <= 0:
+            break
+        going.add((path, number))
+        excess -= step.bytes
+    for variant in variants:
+        variant.steps = [step for step in variant.steps if (variant.path, step.step) in going]
+
+
+def _size(variant: VariantPlan) -> int:
+    return sum(step.bytes for step in variant.held)
+
+
+def _pinned_steps(variant: VariantPlan, found: Sequence[pins.Pin]) -> list[RecordedStep]:
+    pinned = {pin.step for pin in found}
+    return [step for step in variant.held if None in pinned or step.step in pinned]
+
+
+def _remove_rest(plan: VariantPlan) -> None:
+    """What this package has put into the variant folder beside the entries; the manifest last."""
+    storage = plan.storage
+    for folder in sorted(storage.folders()):
+        for name in storage.names(folder):
+            if folder in (TOKENIZER, _RECORDINGS, pins.FOLDER) or (
+                names.parse_folder(folder) is not None and _is_own(name)
+            ):
+                storage.delete(folder, name)
+        _remove_empty(storage, folder)
+    storage.delete(HERE, MANIFEST)
+    for path in (plan.path, plan.run_path) if isinstance(storage, LocalStorage) else ():
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+
+
+def _is_own(name: str) -> bool:
+    known = _OWN.fullmatch(name) or _SET_ASIDE.fullmatch(name) or names.parse_pending(name) is not None
+    return bool(known) or name.startswith(names.TEMPORARY)
+
+
+def _remove_empty(storage: Storage, folder: str) -> None:
+    """Object stores have no folders; elsewhere one that is not empty stays."""
+    if isinstance(storage, LocalStorage):
+        with contextlib.suppress(OSError):
+            os.rmdir(storage.root / folder)
+
+
+def stamp(seconds: float) -> str:
+    """A time as records have it."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

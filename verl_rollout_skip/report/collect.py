@@ -1,0 +1,170 @@
+"""All recorded rollout steps of a variant, read once and ready to be put into a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from verl_rollout_skip._version import __version__
+from verl_rollout_skip.analysis import configured_limit
+from verl_rollout_skip.entries import Entries
+from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, RolloutSkipError
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.manifest import Manifest, read_manifest
+from verl_rollout_skip.report.entry_view import Counted, EntryReader, EntryView, Json, broken_view
+from verl_rollout_skip.report.sampling import Sampling
+from verl_rollout_skip.report.tokens import TokenTexts, find_token_texts
+from verl_rollout_skip.store.entry import EntryRecord
+
+# What would end the script element, or a line of JavaScript, or cannot be UTF-8.
+_UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+_FACTS = {
+    "model": "actor_rollout_ref.model.path",
+    "engine": "actor_rollout_ref.rollout.name",
+    "samples per prompt": "actor_rollout_ref.rollout.n",
+    "temperature": "actor_rollout_ref.rollout.temperature",
+    "advantage": "algorithm.adv_estimator",
+}
+
+Progress = Callable[[list[RolloutKey]], Iterable[RolloutKey]]
+
+
+@dataclass(frozen=True)
+class OpenVariant:
+    """A variant folder that was opened to be looked at."""
+
+    entries: Entries
+    manifest: Manifest | None
+    manifest_error: str | None
+    texts: TokenTexts
+
+    @classmethod
+    def open(cls, folder: str, tokenizer: str | None = None) -> OpenVariant:
+        """Read the manifest and find a tokenizer. A bad manifest is an error to show; the rollouts are still there."""
+        entries = Entries.at(folder)
+        manifest, error = None, None
+        try:
+            manifest = read_manifest(entries.storage)
+        except ManifestError as bad:
+            error = str(bad)
+        return cls(entries, manifest, error, find_token_texts(folder, manifest, tokenizer))
+
+    def reader(self, sampling: Sampling) -> EntryReader:
+        return EntryReader(self.entries, self.texts, sampling, configured_limit(self.manifest))
+
+    def head(self, sampling: Sampling) -> Json:
+        """What the page says of the recording as a whole."""
+        manifest, where = self.manifest, self.entries.storage.where().rstrip("/")
+        parts = where.split("/")
+        facts = [] if manifest is None else [[name, _setting(manifest, key)] for name, key in _FACTS.items()]
+        facts += [] if manifest is None else [["layout", _layout(manifest)], ["verl", manifest.versions.get("verl")]]
+        facts.append(["tokenizer", self.texts.source or "none found: token ids are shown"])
+        return {
+            "run": parts[-2] if manifest is None and len(parts) > 1 else manifest.run_name if manifest else where,
+            "variant": parts[-1],
+            "path": where,
+            "recorded_at": None if manifest is None else manifest.created_at,
+            "made_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "made_by": f"verl-rollout-skip {__version__}",
+            "facts": [[name, str(value)] for name, value in facts if value is not None],
+            "has_tokenizer": self.texts.source is not None,
+            "problems": [] if self.manifest_error is None else [self.manifest_error],
+            "sampling": {"seed": sampling.seed, "responses": sampling.responses, "tokens": sampling.tokens},
+        }
+
+
+@dataclass
+class Report:
+    """What a page shows: ``head`` of the recording, ``entries`` as JSON text, one for each rollout step."""
+
+    head: Json
+    entries: list[str] = field(default_factory=list)
+    counted: Counted = field(default_factory=Counted)
+    broken: list[tuple[RolloutKey, str]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, view: EntryView) -> None:
+        self.entries.append(script_json(view.json))
+        self.counted.add(view.counted)
+        if view.broken is not None:
+            self.broken.append((view.key, view.broken))
+
+
+def build_report(
+    folder: str,
+    *,
+    sampling: Sampling | None = None,
+    keys: Sequence[RolloutKey] | None = None,
+    tokenizer: str | None = None,
+    progress: Progress = iter,
+) -> Report:
+    """Read a variant folder (DUMP_DIR/RUN_NAME/VARIANT; a path or a URL) for a page.
+
+    ``keys`` are the rollout steps to read, all by default. ``tokenizer`` is a folder to use rather than the copy beside
+    the dumps. ``progress`` is called with the keys and must give them back one after another.
+    """
+    sampling = sampling or Sampling()
+    variant = OpenVariant.open(folder, tokenizer)
+    every = variant.entries.keys()
+    wanted = every if keys is None else sorted(set(keys))
+    if not wanted:
+        raise EntryNotFoundError(f"{variant.entries.storage.where()} holds no rollouts, so there is nothing to report.")
+    report = Report(variant.head(sampling))
+    records: dict[RolloutKey, EntryRecord] = {}
+    for key in wanted:
+        try:
+            records[key] = variant.entries.record(key)
+        except (RolloutSkipError, OSError) as error:
+            report.add(broken_view(key, error))
+    shares = dict(zip(records, sampling.groups_of_each(list(records.values())), strict=True))
+    reader = variant.reader(sampling)
+    for key in progress(list(records)):
+        report.add(reader.view(key, shares[key]))
+    report.left_out = left_out(report.counted, sampling, len(wanted), len(every), len(report.broken))
+    return report
+
+
+def left_out(counted: Counted, sampling: Sampling, read: int, recorded: int, broken: int) -> list[str]:
+    """What the page does not show, in sentences."""
+    said = []
+    if read < recorded:
+        said.append(f"{recorded - read:,} of {recorded:,} recorded rollout steps were not asked for.")
+    if broken:
+        said.append(f"{broken:,} of {read:,} rollout steps cannot be read; they are listed below and count nowhere.")
+    if counted.shown_groups < counted.groups:
+        said.append(
+            f"The charts and the table count all {counted.rows:,} responses. Of {counted.groups:,} groups "
+            f"{counted.shown_groups:,} are shown with text, chosen by prompt with seed {sampling.seed}."
+        )
+    if counted.shown_responses < counted.shown_group_rows:
+        words = {1: "only the best response is", 2: "the best and the worst response are"}
+        chosen = words.get(sampling.responses, f"{sampling.responses} responses from the best to the worst are")
+        said.append(f"Of each group {chosen} shown with text.")
+    if counted.cut_texts:
+        said.append(
+            f"{counted.cut_texts:,} texts of more than {sampling.tokens:,} tokens are shown with their beginning and "
+            "their end; searching finds only what is shown."
+        )
+    return said
+
+
+def script_json(value: Any) -> str:
+    """JSON that is safe inside a script element and in JavaScript, whatever text it holds."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _setting(manifest: Manifest, key: str) -> Any:
+    node: Any = manifest.config
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
+
+
+def _layout(manifest: Manifest) -> str | None:
+    nodes, devices = manifest.gpu_layout.get("nnodes"), manifest.gpu_layout.get("n_gpus_per_node")
+    return None if nodes is None or devices is None else f"{nodes} × {devices}"

@@ -1,0 +1,319 @@
+"""One recorded rollout step as the page shows it: statistics of all its rows, and some of its groups with their text.
+
+What is made here is JSON of plain values. It holds model output, which is hostile: the page inserts it as text only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl_rollout_skip.analysis import StepColumns, StepStatistics, columns_of, summarise
+from verl_rollout_skip.entries import Entries
+from verl_rollout_skip.entry_columns import EntryColumns
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.report.rows import RowReader
+from verl_rollout_skip.report.sampling import Sampling, ranked_rows
+from verl_rollout_skip.report.tokens import Piece, TokenTexts
+from verl_rollout_skip.store import commit
+from verl_rollout_skip.store.local import LocalStorage
+
+Json = dict[str, Any]
+
+_PERCENTILES = (10, 50, 90)
+_READ_LIMIT = 16 << 30
+_MAX_REFERENCE = 4000
+_MAX_LOG_PROB = 9999
+
+
+@dataclass
+class Counted:
+    """What was read and what of it is shown."""
+
+    rows: int = 0
+    groups: int = 0
+    shown_groups: int = 0
+    shown_group_rows: int = 0
+    shown_responses: int = 0
+    cut_texts: int = 0
+
+    def add(self, other: Counted) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass(frozen=True)
+class EntryView:
+    """A rollout step for the page. ``broken`` says why it cannot be read; then there is nothing else of it."""
+
+    key: RolloutKey
+    broken: str | None
+    json: Json
+    counted: Counted = field(default_factory=Counted)
+
+
+class EntryReader:
+    """Makes the views of one variant's rollout steps."""
+
+    def __init__(self, entries: Entries, texts: TokenTexts, sampling: Sampling, response_limit: int | None) -> None:
+        self._entries = entries
+        self._texts = texts
+        self._sampling = sampling
+        self._limit = response_limit
+
+    def view(self, key: RolloutKey, groups: int) -> EntryView:
+        """A rollout step with so many of its groups. One that cannot be read is a view that says so."""
+        try:
+            return self._open(key).view(groups)
+        except Exception as error:  # bytes from outside can make anything fail, and one entry must not hide the others
+            return broken_view(key, error)
+
+    def more_groups(self, key: RolloutKey, start: int, count: int) -> Json:
+        """The groups of a step that follow those already shown, in the order of the sample."""
+        step = self._open(key)
+        return {"groups": step.groups(step.order[start : start + count]), "vocabulary": step.vocabulary.json}
+
+    def whole_group(self, key: RolloutKey, number: int) -> Json:
+        """One group with all its responses."""
+        step = self._open(key, responses=1 << 30)
+        return {"groups": step.groups([number] if number in step.order else []), "vocabulary": step.vocabulary.json}
+
+    def _open(self, key: RolloutKey, responses: int | None = None) -> _Step:
+        storage = self._entries.storage
+        if isinstance(storage, LocalStorage):
+            columns = EntryColumns(storage, commit.load(storage, key, _READ_LIMIT).record)
+        else:  # fetched whole and compared with its digest there
+            columns = self._entries.columns(key)
+        sampling = self._sampling
+        if responses is not None:
+            sampling = Sampling(sampling.seed, sampling.groups, responses, sampling.tokens)
+        return _Step(columns, self._texts, sampling, self._limit)
+
+
+def broken_view(key: RolloutKey, error: BaseException) -> EntryView:
+    """The view of an entry that cannot be read."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return EntryView(key, text, {"step": key.step, "gen_batch": key.gen_batch, "broken": text, "groups": []})
+
+
+class _Vocabulary:
+    """The pieces of a step, each once; responses refer to them by number. The same tokens make the same piece."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._pieces: list[Piece] = []
+
+    def numbers(self, pieces: list[Piece]) -> list[int]:
+        for piece in pieces:
+            if piece.tokens not in self._numbers:
+                self._numbers[piece.tokens] = len(self._pieces)
+                self._pieces.append(piece)
+        return [self._numbers[piece.tokens] for piece in pieces]
+
+    @property
+    def json(self) -> list[list[Any]]:
+        return [[piece.text, int(piece.kind), list(piece.tokens)] for piece in self._pieces]
+
+
+class _Step:
+    """An open entry."""
+
+    def __init__(self, entry: EntryColumns, texts: TokenTexts, sampling: Sampling, limit: int | None) -> None:
+        self.columns: StepColumns = columns_of(entry)
+        self.statistics: StepStatistics = summarise(self.columns, limit)
+        self.vocabulary = _Vocabulary()
+        self.counted = Counted(rows=self.statistics.rows)
+        self._rows = RowReader(entry)
+        self._texts = texts
+        self._sampling = sampling
+        digests = entry.texts("skip__prompt_digest")
+        # Without prompts to tell apart, each row stands for itself.
+        numbers = np.arange(entry.record.rows) if self.columns.groups is None else self.columns.groups
+        names = [str(row) for row in range(entry.record.rows)] if digests is None else list(dict.fromkeys(digests))
+        self._members = _members(numbers, len(names))
+        self._names = names
+        self.order = sampling.order_of_groups(names)
+        self._digest = entry.record.digest
+
+    def view(self, count: int) -> EntryView:
+        groups = self.groups(sorted(self.order[:count]))
+        found = self.statistics
+        self.counted.groups = len(self._members)
+        self.counted.shown_groups = len(groups)
+        self.counted.shown_group_rows = sum(len(group["rows"]) for group in groups)
+        view = {
+            "step": found.key.step,
+            "gen_batch": found.key.gen_batch,
+            "broken": None,
+            "digest": self._digest,
+            "statistics": statistics_json(found, self.columns),
+            "all_groups": len(self._members),
+            "groups": groups,
+            "vocabulary": self.vocabulary.json,
+        }
+        return EntryView(found.key, None, view, self.counted)
+
+    def groups(self, numbers: Sequence[int]) -> list[Json]:
+        return [self._group(number) for number in numbers]
+
+    def _group(self, number: int) -> Json:
+        ranked = ranked_rows(self._members[number], self.columns.scores, self.columns.response_lengths)
+        first = min(ranked)
+        shown = self._sampling.rows_of_group(ranked)
+        return {
+            "number": number,
+            "prompt_digest": self._names[number],
+            "prompt": self._text(self._rows.prompt(first)),
+            "messages": messages(self._rows.cell("raw_prompt", first)),
+            "reference": _short(self._rows.cell("reward_model", first)),
+            "data_source": _short(self._rows.cell("data_source", first)),
+            "rows": [self._row(row) for row in ranked],
+            "responses": [self._response(row, ranked.index(row), len(ranked)) for row in shown],
+        }
+
+    def _row(self, row: int) -> Json:
+        found = self.columns
+        lengths, limit = found.response_lengths, self.statistics.length.limit if self.statistics.length else None
+        length = None if lengths is None else int(lengths[row])
+        return {
+            "row": row,
+            "score": None if found.scores is None else number(found.scores[row]),
+            "passed": None if found.passed is None else bool(found.passed[row]),
+            "length": length,
+            "at_limit": length is not None and limit is not None and length >= limit,
+        }
+
+    def _response(self, row: int, rank: int, of: int) -> Json:
+        self.counted.shown_responses += 1
+        ids = self._rows.response(row)
+        length = 0 if ids is None else len(ids)
+        log_probs = self._rows.log_probs(row, length)
+        shown = self._text(ids, log_probs, self._rows.not_generated(row, length))
+        mean = None if log_probs is None or not length else number(log_probs.mean(dtype=np.float64))
+        extras = {name: number(value) for name, value in self._rows.extras(row).items()}
+        return {"row": row, "rank": rank, "of": of, "mean_log_prob": mean, "extras": extras, "text": shown}
+
+    def _text(
+        self, ids: np.ndarray | None, log_probs: np.ndarray | None = None, foreign: np.ndarray | None = None
+    ) -> Json | None:
+        """The beginning and, if it is long, the end of a text: pieces, and the log-probs that belong to them."""
+        if ids is None:
+            return None
+        start, end = self._sampling.shown_tokens(len(ids))
+        cut = len(ids) - start - end
+        self.counted.cut_texts += cut > 0
+        found: Json = {"length": len(ids), "cut": cut, "pieces": [], "cut_at": None}
+        places: list[int] = []
+        for first, last in [(0, start), (len(ids) - end, len(ids))] if cut else [(0, len(ids))]:
+            if first:
+                found["cut_at"] = len(found["pieces"])
+            pieces = self._texts.pieces(ids[first:last].tolist())
+            found["pieces"] += self.vocabulary.numbers(pieces)
+            places += np.cumsum([first, *(len(piece.tokens) for piece in pieces)])[:-1].tolist()
+        if log_probs is not None:
+            ends = [*places[1:], len(ids)]
+            if found["cut_at"] is not None and places:
+                ends[found["cut_at"] - 1] = start
+            found["log_probs"] = _sums(log_probs, places, ends)
+        if foreign is not None:
+            found["not_generated"] = [int(foreign[place]) for place in places]
+        return found
+
+
+def statistics_json(found: StepStatistics, columns: StepColumns) -> Json:
+    """The numbers of a step, flat, for charts and table."""
+    score, length, groups = found.score, found.length, found.groups
+    lengths = columns.response_lengths
+    percentiles: list[float | None] = [None] * len(_PERCENTILES)
+    if lengths is not None and len(lengths):
+        percentiles = np.percentile(lengths, _PERCENTILES).tolist()
+    compared = groups.compared if groups is not None else 0
+    zero = None if groups is None else groups.zero_variance
+    return {
+        "rows": found.rows,
+        "response_tokens": found.response_tokens,
+        "score": None if score is None else number(score.mean),
+        "score_std": None if score is None else number(score.std),
+        "score_min": None if score is None else number(score.min),
+        "score_max": None if score is None else number(score.max),
+        "nonfinite": 0 if score is None else score.nonfinite,
+        "pass_rate": found.pass_rate,
+        "pass_source": found.pass_source.value,
+        "length": None if length is None else length.mean,
+        **{f"length_p{place}": value for place, value in zip(_PERCENTILES, percentiles, strict=True)},
+        "length_max": None if length is None else length.max,
+        "limit": None if length is None else length.limit,
+        "at_limit": None if length is None else length.at_limit,
+        "groups": None if groups is None else groups.count,
+        "compared_groups": None if groups is None else compared,
+        "zero_variance": None if zero is None or not compared else zero / compared,
+        "generate_s": found.generate_s,
+        "bytes": found.bytes,
+        "created_at": found.created_at,
+    }
+
+
+def messages(cell: Any) -> list[list[str]] | None:
+    """A conversation as pairs of role and text; None if the cell is none."""
+    if not isinstance(cell, list) or not cell:
+        return None
+    found = []
+    for message in cell:
+        if not isinstance(message, dict) or "content" not in message:
+            return None
+        content = message["content"]
+        if isinstance(content, list):
+            content = "\n".join(_part(part) for part in content)
+        found.append([str(message.get("role", "")), _short(content) or ""])
+    return found
+
+
+def number(value: Any) -> Any:
+    """A number that JSON knows; NaN and infinities become words, other things text."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, int | np.integer):
+        return int(value) if abs(int(value)) < 2**53 else str(int(value))
+    if isinstance(value, float | np.floating):
+        plain = float(value)
+        return float(f"{plain:.6g}") if math.isfinite(plain) else str(plain)
+    return None if value is None else _short(value)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, dict):
+        return str(part["text"]) if "text" in part else f"({part.get('type', 'part')})"
+    return str(part)
+
+
+def _short(value: Any) -> str | None:
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    more = len(text) - _MAX_REFERENCE
+    return text if more <= 0 else f"{text[:_MAX_REFERENCE]}… ({more} more letters)"
+
+
+def _members(numbers: np.ndarray, count: int) -> list[np.ndarray]:
+    """The rows of each group."""
+    order = np.argsort(numbers, kind="stable")
+    return np.split(order, np.searchsorted(numbers[order], np.arange(1, count))) if count else []
+
+
+def _sums(log_probs: np.ndarray, starts: list[int], ends: list[int]) -> list[int | None]:
+    """The log-prob of each piece in hundredths, with the sign turned; None where it is no number."""
+    if not starts:
+        return []
+    totals = np.concatenate(
+        [[0.0], np.cumsum(np.nan_to_num(log_probs.astype(np.float64), nan=0.0, posinf=1e6, neginf=-1e6))]
+    )
+    broken = np.concatenate([[0], np.cumsum(np.isnan(log_probs))])
+    sums = (totals[starts] - totals[ends]) * 100
+    unknown = broken[ends] > broken[starts]
+    hundredths = np.clip(sums.round(), -_MAX_LOG_PROB, _MAX_LOG_PROB).astype(int).tolist()
+    return [None if bad else value for bad, value in zip(unknown.tolist(), hundredths, strict=True)]

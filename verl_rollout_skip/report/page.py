@@ -1,0 +1,87 @@
+"""The page around the data: one HTML file with its own script and style, and a policy that allows nothing else.
+
+The page loads nothing and runs nothing but the script whose hash its Content-Security-Policy names. Data goes into a
+JSON block, in which no text can end the block; the script inserts it as text, and Trusted Types forbid any other way.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import secrets
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from verl_rollout_skip.errors import StoreError
+from verl_rollout_skip.report.collect import Report, script_json
+
+_SCRIPTS = ("dom", "model", "charts", "table", "tokens", "groups", "filters", "live", "main")
+_MARKS = ("<!--policy-->", "<!--style-->", "<!--data-->", "<!--script-->")
+
+
+def render_page(report: Report) -> bytes:
+    """A report as one HTML file that needs nothing else."""
+    head = script_json({**report.head, "live": False, "left_out": report.left_out})
+    return _assemble(f'{{"head":{head},"entries":[{",".join(report.entries)}]}}', policy(live=False))
+
+
+def render_live_page(head: str) -> bytes:
+    """The page of the live view: the same, but it asks its own server for the rollout steps."""
+    return _assemble(f'{{"head":{head},"entries":[]}}', policy(live=True))
+
+
+def write_report(report: Report, path: str | os.PathLike[str]) -> int:
+    """Write the page to a file, whole or not at all; returns its size in bytes."""
+    target = Path(path)
+    data = render_page(report)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise StoreError(f"The report was not written to {target}: {error.strerror or error}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(data)
+
+
+def policy(live: bool) -> str:
+    """The Content-Security-Policy: no source of anything but the page's own script and style."""
+    rules = {
+        "default-src": "'none'",
+        "script-src": f"'sha256-{_hash(_script())}'",
+        "style-src": f"'sha256-{_hash(_asset('page.css'))}'",
+        "img-src": "data:",  # the empty icon, which keeps browsers from asking for one
+        "connect-src": "'self'" if live else "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _assemble(data: str, rules: str) -> bytes:
+    rest = _asset("page.html")
+    page = []
+    for mark, content in zip(_MARKS, (rules, _asset("page.css"), data, _script()), strict=True):
+        before, rest = rest.split(mark)
+        page += [before, content]
+    return "".join([*page, rest]).encode()
+
+
+@cache
+def _script() -> str:
+    parts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    return f'"use strict";\n(() => {{\n{parts}}})();\n'
+
+
+@cache
+def _asset(name: str) -> str:
+    return (resources.files(__package__) / "static" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

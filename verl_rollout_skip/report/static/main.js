@@ -1,0 +1,124 @@
+// Puts the page together and keeps it in step with what the user does.
+
+const THEMES = ["auto", "light", "dark"];
+
+function drawHead() {
+  byId("run").replaceChildren(visible(head.run));
+  document.title = `${plainVisible(head.run)} · rollouts`;
+  const recorded = head.recorded_at ? `, recorded ${head.recorded_at}` : "";
+  byId("where").replaceChildren(visible(`variant ${head.variant}${recorded} · ${head.path}`));
+  const facts = head.facts.map(([name, value]) =>
+    el("div", {}, el("dt", {}, visible(name)), el("dd", {}, visible(value))));
+  byId("facts").replaceChildren(...facts);
+  byId("made").textContent = `Made by ${head.made_by} at ${head.made_at}. This page loads nothing from anywhere.`;
+  if (head.live) byId("made").textContent = `Served by ${head.made_by} on this machine. It only reads.`;
+}
+
+function drawNotes(problems, left) {
+  const broken = inOrder().filter((entry) => entry.broken).map((entry) => `${entryName(entry)}: ${entry.broken}`);
+  drawNotice("problems", [...problems, ...broken]);
+  drawNotice("left-out", left);
+}
+
+function drawNotice(id, lines) {
+  const notice = byId(id);
+  notice.hidden = lines.length === 0;
+  const list = notice.querySelector("ul");
+  const now = lines.join("\n");
+  if (list.dataset.lines === now) return;
+  list.dataset.lines = now;
+  const shown = lines.slice(0, 20).map((line) => el("li", {}, visible(line)));
+  if (lines.length > 20) shown.push(el("li", { text: `and ${lines.length - 20} more: see the table` }));
+  list.replaceChildren(...shown);
+}
+
+function drawAll() {
+  drawCharts();
+  drawTable();
+  drawSources();
+  drawGroups();
+}
+
+function readTheme() {
+  try {
+    return localStorage.getItem("rollout-skip-theme") ?? "auto";
+  } catch {
+    return "auto"; // a page from a file may not be allowed to keep anything
+  }
+}
+
+function setTheme(theme) {
+  const known = THEMES.includes(theme) ? theme : "auto";
+  document.documentElement.dataset.theme = known;
+  byId("theme").textContent = `Theme: ${known}`;
+  byId("theme").setAttribute("aria-label", `Theme: ${known}. Press to change.`);
+  try {
+    localStorage.setItem("rollout-skip-theme", known);
+  } catch {
+    return;
+  }
+}
+
+const nextTheme = () =>
+  setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]);
+
+function goToCard(by) {
+  const all = [...byId("list").children];
+  const at = all.indexOf(document.activeElement?.closest?.(".card"));
+  let next = all[at < 0 ? (by > 0 ? 0 : all.length - 1) : at + by];
+  if (!next && by > 0 && !byId("more").hidden) {
+    showMore();
+    next = byId("list").children[at + 1];
+  }
+  next?.focus();
+  next?.scrollIntoView({ block: "start" });
+}
+
+function keyPressed(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
+  const typing = event.target.matches?.("input:not([type=checkbox]), select, textarea");
+  if (event.key === "Escape" && event.target.id === "f-text") {
+    byId("f-text").value = "";
+    changed();
+    return;
+  }
+  const actions = {
+    "/": () => byId("f-text").focus(),
+    j: () => goToCard(1),
+    k: () => goToCard(-1),
+    t: nextTheme,
+    "?": () => byId("help").showModal(),
+  };
+  if (typing || !Object.hasOwn(actions, event.key)) return;
+  event.preventDefault();
+  actions[event.key]();
+}
+
+function listen() {
+  const form = byId("filters");
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("reset", () => setTimeout(changed));
+  form.addEventListener("change", changed);
+  form.addEventListener("input", later(changed, 150));
+  byId("more").addEventListener("click", showMore);
+  byId("all-steps").addEventListener("click", () => {
+    everyRow = true;
+    drawTable();
+  });
+  byId("theme").addEventListener("click", nextTheme);
+  byId("help-button").addEventListener("click", () => byId("help").showModal());
+  byId("help-close").addEventListener("click", () => byId("help").close());
+  document.addEventListener("keydown", keyPressed);
+}
+
+setTheme(readTheme());
+drawHead();
+drawLegend();
+data.entries.forEach(putEntry);
+loadFilters();
+drawLook();
+listen();
+drawAll();
+drawNotes(head.problems, head.left_out);
+if (head.live) follow();
+document.documentElement.dataset.ready = "yes";

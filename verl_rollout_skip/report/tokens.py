@@ -1,0 +1,178 @@
+"""Tokens as text, one piece for each: special tokens by name, bytes that are no text spelt out.
+
+A character that several tokens make together is one piece of several tokens. Nothing is lost and nothing is repaired:
+the pieces of a response, joined, are what the tokenizer's own ``decode`` gives wherever that is valid text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from verl_rollout_skip.decoding import find_decoder
+from verl_rollout_skip.manifest import Manifest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_MAX_JOINED = 8
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class PieceKind(IntEnum):
+    """What a piece of a response is."""
+
+    TEXT = 0
+    """Text."""
+    SPECIAL = 1
+    """A special token, by its name in the vocabulary."""
+    BYTES = 2
+    """Bytes that are no valid UTF-8, spelt out."""
+    NUMBER = 3
+    """A token id that the tokenizer does not know, or any if there is no tokenizer."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some letters of a response, and the tokens that make them."""
+
+    text: str
+    kind: PieceKind
+    tokens: tuple[int, ...]
+
+
+class TokenTexts:
+    """From token ids to pieces. ``source`` says where the tokenizer came from; without one, ids stay numbers."""
+
+    def __init__(self, tokenizer: Tokenizer | None = None, source: str | None = None) -> None:
+        self.source = source
+        self._known: dict[int, Piece | bytes] = {}
+        self._tokenizer = tokenizer
+        if tokenizer is not None:
+            self._added = tokenizer.get_added_tokens_decoder()
+            self._bytes_of = _bytes_of_words(tokenizer)
+
+    def pieces(self, ids: Iterable[int]) -> list[Piece]:
+        """The pieces of a sequence of tokens."""
+        found: list[Piece] = []
+        pending: list[tuple[int, bytes]] = []
+        for token in ids:
+            known = self._known.get(token)
+            if known is None:
+                known = self._known[token] = self._look_up(token)
+            if isinstance(known, Piece):
+                if pending:
+                    _give_up(found, pending)
+                found.append(known)
+            elif pending or not _is_text(known):
+                _join(found, pending, token, known)
+            else:
+                piece = self._known[token] = Piece(known.decode(), PieceKind.TEXT, (token,))
+                found.append(piece)
+        _give_up(found, pending)
+        return found
+
+    def _look_up(self, token: int) -> Piece | bytes:
+        if self._tokenizer is None:
+            return Piece(str(token), PieceKind.NUMBER, (token,))
+        added = self._added.get(token)
+        if added is not None:
+            kind = PieceKind.SPECIAL if added.special else PieceKind.TEXT
+            return Piece(added.content, kind, (token,))
+        word = self._tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
+        return Piece(str(token), PieceKind.NUMBER, (token,)) if word is None else self._bytes_of(word)
+
+
+def find_token_texts(folder: str, manifest: Manifest | None, given: str | None = None) -> TokenTexts:
+    """With the tokenizer that ``find_decoder`` finds for a variant folder; without one, token ids stay numbers."""
+    decoder = find_decoder(folder, manifest, given)
+    if decoder is None:
+        return TokenTexts()
+    if decoder.tokenizer is None:
+        logger.warning("The tokenizer in %s gives no single tokens: save it as tokenizer.json.", decoder.source)
+        return TokenTexts()
+    return TokenTexts(decoder.tokenizer, decoder.source)
+
+
+def _bytes_of_words(tokenizer: Tokenizer) -> Callable[[str], bytes]:
+    """How the words of a vocabulary become bytes, which its decoder knows."""
+    state = "null" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+    described = json.loads(state)
+    kinds = _decoder_kinds(described)
+    if "ByteLevel" in kinds:
+        table = _byte_table()
+        return lambda word: b"".join(table.get(letter) or letter.encode() for letter in word)
+    if "Metaspace" in kinds or "ByteFallback" in kinds or "\u2581" in json.dumps(described, ensure_ascii=False):
+        return _sentencepiece_bytes
+    if "WordPiece" in kinds:
+        return lambda word: word[2:].encode() if word.startswith("##") else f" {word}".encode()
+    if described is None:
+        return lambda word: f" {word}".encode()  # as ``decode`` joins words where there is no decoder
+    return lambda word: word.encode()
+
+
+def _decoder_kinds(described: Any) -> set[str]:
+    if not isinstance(described, dict):
+        return set()
+    inner = (_decoder_kinds(decoder) for decoder in described.get("decoders", ()))
+    return {str(described.get("type")), *(kind for kinds in inner for kind in kinds)}
+
+
+def _sentencepiece_bytes(word: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(word)
+    return bytes([int(match[1], 16)]) if match else word.replace("\u2581", " ").encode()
+
+
+def _byte_table() -> dict[str, bytes]:
+    """The letters by which byte-level vocabularies write bytes: printable ones as they are, the rest from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    table = {chr(byte): bytes([byte]) for byte in plain}
+    return table | {chr(0x100 + place): bytes([byte]) for place, byte in enumerate(others)}
+
+
+def _join(found: list[Piece], pending: list[tuple[int, bytes]], token: int, data: bytes) -> None:
+    """Add a token's bytes to those that wait for the rest of their character."""
+    joined = b"".join(waiting for _, waiting in pending) + data
+    if _is_text(joined):
+        found.append(Piece(joined.decode(), PieceKind.TEXT, (*(waiting for waiting, _ in pending), token)))
+        pending.clear()
+    elif _may_become_text(joined) and len(pending) < _MAX_JOINED:
+        pending.append((token, data))
+    elif pending:
+        _give_up(found, pending)
+        _join(found, pending, token, data)
+    else:
+        pending.append((token, data))
+        _give_up(found, pending)
+
+
+def _give_up(found: list[Piece], pending: list[tuple[int, bytes]]) -> None:
+    """What waited will not become text any more."""
+    for token, data in pending:
+        found.append(Piece(data.decode("utf-8", "backslashreplace"), PieceKind.BYTES, (token,)))
+    pending.clear()
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _may_become_text(data: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(data)
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,168 @@
+"""Dumps of verl's own rollout skip into a variant of ours, with a manifest that says what is known of them.
+
+verl writes down neither the settings nor the files that a dump was made from. Whoever has the configuration of that
+training can vouch for it; otherwise the manifest says that the settings are not known, and a training uses the rollouts
+only if it is told to use those of other settings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from verl_rollout_skip._version import __version__
+from verl_rollout_skip.config import run_name
+from verl_rollout_skip.errors import ConfigError, EntryExistsError, UnsupportedBatchError
+from verl_rollout_skip.fingerprint import Fingerprint, make_fingerprint
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.manifest import Manifest, write_manifest
+from verl_rollout_skip.prompts import SAMPLING, sampling_of
+from verl_rollout_skip.store.locations import join, open_storage
+from verl_rollout_skip.store.store import RolloutStore
+from verl_rollout_skip.tokenizer import copy_tokenizer
+from verl_rollout_skip.upstream.batches import DataProtoParts
+from verl_rollout_skip.upstream.layouts import Dump, Layout
+from verl_rollout_skip.upstream.pickles import DamagedDumpError, UnsafePickleError
+from verl_rollout_skip.upstream.torch_files import read_dump_file
+
+_HASH_LETTERS = 12
+# No setting of verl has this name, and it comes first in every list of differences.
+_SETTINGS = "(settings)"
+
+
+@dataclass(frozen=True)
+class ImportedEntry:
+    """A dump that became an entry. Without its input a training cannot tell what its responses answer."""
+
+    key: RolloutKey
+    rows: int
+    has_input: bool
+    path: str
+
+
+@dataclass
+class Imported:
+    """What became of each dump."""
+
+    entries: list[ImportedEntry] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+
+def read_config(path: Path) -> DictConfig:
+    """The configuration of the training that made the dumps, as hydra writes it."""
+    try:
+        config = OmegaConf.load(path)
+    except OSError:
+        raise
+    except Exception as error:  # YAML has errors of its own
+        raise ConfigError(f"{path} cannot be read as a YAML configuration: {error}") from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{path} is no configuration of a training: it holds a list.")
+    return config
+
+
+def open_destination(destination: str, source: Path, layout: Layout, config: DictConfig | None) -> str:
+    """Write the manifest and return the variant folder that the dumps go into.
+
+    With a configuration that is a variant below a dump_dir, as a training with it would make it; without one it is the
+    destination itself.
+    """
+    origin = f"imported from {source.absolute()}, a dump of verl {layout.value}"
+    known = {"verl": f"not known ({origin})", "verl_rollout_skip": __version__}
+    if config is None:
+        unknown = Fingerprint({_SETTINGS: f"not known ({origin})"}, {_SETTINGS: f"not known ({origin})"})
+        name = "".join(letter if letter.isprintable() else "?" for letter in source.absolute().name)
+        manifest, folder = Manifest.make(name, {}, unknown), destination
+    else:
+        manifest = Manifest.make(run_name(config), config, make_fingerprint(config))
+        folder = join(destination, manifest.run_name, manifest.config_hash[:_HASH_LETTERS])
+    storage = open_storage(folder)
+    write_manifest(storage, replace(manifest, versions=known))
+    if config is not None:
+        copy_tokenizer(config, storage)
+    return storage.where().rstrip("/")
+
+
+def import_dumps(dumps: list[Dump], folder: str) -> Imported:
+    """Put each dump into the store. A file that asks for anything but data ends it at once."""
+    done = Imported()
+    calls: Counter[int] = Counter()
+    store = RolloutStore(folder, background=False)
+    for dump in dumps:
+        where = str(dump.output)
+        try:
+            inputs = None if dump.input is None else _data_proto(dump.input)
+            if inputs is not None and inputs.meta_info.get("validate"):
+                done.skipped.append((where, "a validation rollout"))
+                continue
+            step = _step_of(dump, inputs)
+            # Counted before it is read: a dump that is damaged keeps its place among those of its step.
+            key = RolloutKey(step, dump.number if dump.layout is Layout.SAMPLED else calls[step])
+            calls[step] += 1
+            done.entries.append(_import(store, key, dump, inputs))
+        except UnsafePickleError as error:
+            raise UnsafePickleError(
+                f"{where} is refused. {error} {len(done.entries)} dumps were imported before."
+            ) from error
+        except (DamagedDumpError, UnsupportedBatchError, EntryExistsError) as error:
+            done.problems.append((where, str(error)))
+    return done
+
+
+def _import(store: RolloutStore, key: RolloutKey, dump: Dump, inputs: DataProtoParts | None) -> ImportedEntry:
+    if dump.layout is Layout.SAMPLED:
+        batch: Any = _sampled(read_dump_file(str(dump.output)))
+    else:
+        batch = _data_proto(dump.output)
+        inputs = None if inputs is None else _lined_up(inputs, _rows(batch))
+    info = {"imported_from": str(dump.output.absolute()), "upstream": dump.layout.value, SAMPLING: sampling_of(inputs)}
+    store.put(key, batch, inputs=inputs, info=info)
+    return ImportedEntry(key, store.record(key).rows, inputs is not None, str(dump.output))
+
+
+def _data_proto(path: Path) -> DataProtoParts:
+    found = read_dump_file(str(path))
+    if not isinstance(found, DataProtoParts):
+        raise DamagedDumpError(f"It holds a {type(found).__name__}, not a DataProto.")
+    return found
+
+
+def _sampled(payload: Any) -> TensorDict:
+    """The fields of a sampled batch; the keys and tags of TransferQueue become columns."""
+    if not isinstance(payload, dict) or not isinstance(payload.get("tensordict"), TensorDict):
+        raise DamagedDumpError("It holds no sampled batch.")
+    batch: TensorDict = payload["tensordict"]
+    for name, column in (("tq_key", payload.get("keys")), ("tq_tag", payload.get("tags"))):
+        if isinstance(column, list) and column and len(column) == len(batch):
+            batch.set(name, NonTensorStack.from_list([NonTensorData(cell) for cell in column]))
+    return batch
+
+
+def _step_of(dump: Dump, inputs: DataProtoParts | None) -> int:
+    """verl 0.8 counts generate calls, validation included; the training's own step is in the input."""
+    step = None if inputs is None else inputs.meta_info.get("global_steps")
+    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else dump.step
+
+
+def _rows(batch: DataProtoParts) -> int:
+    if batch.batch is not None:
+        return int(batch.batch.batch_size[0])
+    return len(next(iter(batch.non_tensor_batch.values()), ()))
+
+
+def _lined_up(inputs: DataProtoParts, rows: int) -> DataProtoParts:
+    """The input with one row a trajectory: some trainers hand over each prompt once and repeat it later."""
+    given = _rows(inputs)
+    if given == rows or not given or rows % given:
+        return inputs
+    places = np.repeat(np.arange(given), rows // given)
+    batch = None if inputs.batch is None else inputs.batch[places.tolist()]
+    columns = {name: array[places] for name, array in inputs.non_tensor_batch.items()}
+    return DataProtoParts(batch, columns, inputs.meta_info)

@@ -1,0 +1,139 @@
+"""Where verl's own rollout skip puts its dumps, version by version."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from verl_rollout_skip.errors import StoreError
+
+_ONE_FILE = re.compile(r".*_GBS\d+__N\d+")
+_GEN_STEP = re.compile(r"genstep_\d{6,}")
+_OUTPUT, _INPUT, _META, _SAMPLED = "gen_batch.dp", "new_batch.dp", "meta.json", "tq_batch.pt"
+_DEPTH = 3
+
+
+class Layout(str, Enum):
+    """Whose dumps they are, by the shape of their folders."""
+
+    ONE_FILE = "0.6 and 0.7"
+    """One file for all steps: what the first generate call returned."""
+    GEN_STEPS = "0.8"
+    """A folder for each generate call, with its input and its output."""
+    STEPS = "0.9"
+    """A folder for each step, with its output."""
+    SAMPLED = "0.9, V1"
+    """A folder for each step, and in it one for each sampled batch."""
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One dump: its files, and the step and the number within it that verl gave it."""
+
+    layout: Layout
+    step: int
+    number: int
+    output: Path
+    input: Path | None = None
+
+
+def find_dumps(path: Path, step: int = 1) -> tuple[list[Dump], list[str]]:
+    """The dumps below a path, in order, and folders that verl itself would not read. Several recordings are an error.
+
+    ``step`` is the key for a dump that does not say one.
+    """
+    if path.is_file():
+        return [Dump(Layout.ONE_FILE, step, 0, path)], []
+    if not path.is_dir():
+        raise StoreError(f"{path} does not exist.")
+    found = {folder: dumps for folder in _folders(path, _DEPTH) for dumps in [_dumps_in(folder)] if any(dumps)}
+    files = [file for folder in _folders(path, 1) for file in sorted(folder.iterdir()) if _is_one_file(file)]
+    if len(found) + len(files) > 1:
+        listed = ", ".join(str(place) for place in [*found, *files])
+        raise StoreError(f"{path} holds several recordings, choose one: {listed}")
+    if files:
+        return [Dump(Layout.ONE_FILE, step, 0, files[0])], []
+    if not found:
+        raise StoreError(
+            f"{path} holds no dumps of verl's rollout skip: no *_GBS…__N… file (0.6, 0.7), genstep_…/{_OUTPUT} (0.8), "
+            f"STEP/{_OUTPUT} (0.9) or STEP/NUMBER/{_SAMPLED} (0.9, V1)."
+        )
+    [(dumps, incomplete)] = found.values()
+    return sorted(dumps, key=lambda dump: (dump.step, dump.number)), incomplete
+
+
+def _folders(path: Path, depth: int) -> Iterator[Path]:
+    yield path
+    if depth:
+        for child in sorted(path.iterdir()):
+            if (
+                child.is_dir()
+                and not child.is_symlink()
+                and not (child.name.isdigit() or _GEN_STEP.fullmatch(child.name))
+            ):
+                yield from _folders(child, depth - 1)
+
+
+def _is_one_file(file: Path) -> bool:
+    return bool(_ONE_FILE.fullmatch(file.name)) and file.is_file()
+
+
+def _dumps_in(folder: Path) -> tuple[list[Dump], list[str]]:
+    dumps: list[Dump] = []
+    incomplete: list[str] = []
+    for child in sorted(folder.iterdir()):
+        if not child.is_dir():
+            continue
+        if _GEN_STEP.fullmatch(child.name):
+            _add(dumps, incomplete, child, _gen_step(child))
+        elif child.name.isdigit():
+            below = [inner for inner in sorted(child.iterdir()) if inner.is_dir() and inner.name.isdigit()]
+            for inner in below:
+                _add(dumps, incomplete, inner, _sampled(inner))
+            if not below:
+                _add(dumps, incomplete, child, _step(child))
+    return dumps, incomplete
+
+
+def _add(dumps: list[Dump], incomplete: list[str], folder: Path, dump: Dump | None) -> None:
+    if dump is None:
+        incomplete.append(f"{folder}: files are missing, verl itself would not read it")
+    else:
+        dumps.append(dump)
+
+
+def _gen_step(folder: Path) -> Dump | None:
+    meta = _meta(folder)
+    if meta is None or not all((folder / name).is_file() for name in (_OUTPUT, _INPUT)):
+        return None
+    number = int(folder.name.removeprefix("genstep_"))
+    step = meta.get("global_steps")
+    if type(step) is not int or step < 0:
+        step = number
+    return Dump(Layout.GEN_STEPS, step, number, folder / _OUTPUT, folder / _INPUT)
+
+
+def _step(folder: Path) -> Dump | None:
+    if _meta(folder) is None or not (folder / _OUTPUT).is_file():
+        return None
+    return Dump(Layout.STEPS, int(folder.name), 0, folder / _OUTPUT)
+
+
+def _sampled(folder: Path) -> Dump | None:
+    if _meta(folder) is None or not (folder / _SAMPLED).is_file():
+        return None
+    return Dump(Layout.SAMPLED, int(folder.parent.name), int(folder.name), folder / _SAMPLED)
+
+
+def _meta(folder: Path) -> dict[str, Any] | None:
+    """The small file that verl writes last; without it a dump is incomplete."""
+    try:
+        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return meta if isinstance(meta, dict) else None

@@ -1,0 +1,263 @@
+"""A pickle as an inert tree: what it asks to be called is written down, and nothing of it is called.
+
+Python's own unpickler looks names up and calls what it finds; that is how a pickle runs code. This one knows the
+opcodes only. A name becomes a ``Name`` and a call a ``Call``; both are refused unless the name is on the caller's list.
+What a call means is for ``values.py``, which makes arrays and tensors with code of its own.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from verl_rollout_skip.errors import StoreError
+
+_MAX_OPCODES = 50_000_000
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_VALUES = {
+    *("BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "STRING", "BINSTRING", "SHORT_BINSTRING"),
+}
+_IGNORED = {"PROTO", "FRAME"}
+
+
+class UnsafePickleError(StoreError):
+    """A pickle asks for something that no dump of rollouts needs. Nothing of it was run."""
+
+
+class DamagedDumpError(StoreError):
+    """A dump is cut off or changed, or is no dump of rollouts at all."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A module and something in it, by name only."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that was asked for and not made, with the state that the result was to be given."""
+
+    function: Name
+    arguments: tuple[Any, ...]
+    state: Any = None
+    items: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Persistent:
+    """What lies outside the pickle, by the name that it gives it: in torch's files the storages."""
+
+    identity: Any
+
+
+class _Mark:
+    pass
+
+
+_MARK = _Mark()
+_SET = Name("builtins", "set")
+
+
+def read_pickle(stream: IO[bytes], allowed: Container[str]) -> Any:
+    """The tree of the pickle that begins here; the stream is then at its end.
+
+    Raises ``UnsafePickleError`` on any name that is not allowed, and ``DamagedDumpError`` on what is no pickle.
+    """
+    return _Machine(allowed).run(stream)
+
+
+class _Machine:
+    """The stack machine of pickles, as far as data needs it."""
+
+    def __init__(self, allowed: Container[str]) -> None:
+        self._allowed = allowed
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self, stream: IO[bytes]) -> Any:
+        try:
+            for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+                if count > _MAX_OPCODES:
+                    raise DamagedDumpError(f"It has more than {_MAX_OPCODES} instructions.")
+                if opcode.name == "STOP":
+                    break
+                self._step(opcode.name, argument)
+            [result] = self._stack
+            return result
+        except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise DamagedDumpError(f"It is cut off, or no pickle ({error}).") from error
+
+    def _step(self, opcode: str, argument: Any) -> None:
+        stack = self._stack
+        if opcode in _VALUES:
+            stack.append(bytes(argument) if isinstance(argument, bytearray) else argument)
+        elif opcode in _CONSTANTS:
+            stack.append(_CONSTANTS[opcode])
+        elif opcode in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(self._memo[int(argument)])
+        elif opcode in ("BINPUT", "LONG_BINPUT", "PUT"):
+            self._memo[int(argument)] = stack[-1]
+        elif opcode == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif opcode == "GLOBAL":
+            stack.append(self._name(*argument.split(" ", 1)))
+        elif opcode not in _IGNORED:
+            action = _ACTIONS.get(opcode)
+            if action is None:
+                raise UnsafePickleError(f"It uses the pickle instruction {opcode}, which no dump of rollouts needs.")
+            action(self)
+
+    def _name(self, module: Any, name: Any) -> Name:
+        if not isinstance(module, str) or not isinstance(name, str) or f"{module}.{name}" not in self._allowed:
+            raise UnsafePickleError(
+                f"It asks for {module}.{name}, which no dump of rollouts needs: it was made by something else, or to "
+                "run code on your machine. Nothing of it was run."
+            )
+        return Name(module, name)
+
+    def _since_mark(self) -> list[Any]:
+        place = len(self._stack) - 1
+        while self._stack[place] is not _MARK:
+            place -= 1
+            if place < 0:
+                raise IndexError("a mark is missing")
+        found = self._stack[place + 1 :]
+        del self._stack[place:]
+        return found
+
+    def mark(self) -> None:
+        self._stack.append(_MARK)
+
+    def stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        self._stack.append(self._name(module, name))
+
+    def reduce(self) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        if not isinstance(function, Name) or not isinstance(arguments, tuple):
+            raise UnsafePickleError("It asks to call something that is no named function.")
+        self._stack.append(Call(function, arguments))
+
+    def build(self) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if not isinstance(target, Call) or target.state is not None:
+            raise UnsafePickleError("It asks to change something that it did not make.")
+        target.state = state
+
+    def persistent(self) -> None:
+        self._stack.append(Persistent(self._stack.pop()))
+
+    def empty(self, kind: Callable[[], Any]) -> None:
+        self._stack.append(kind())
+
+    def tuple_of(self, count: int | None) -> None:
+        if count is None:
+            items = self._since_mark()
+        else:
+            items = self._stack[len(self._stack) - count :]
+            del self._stack[len(self._stack) - count :]
+            if len(items) != count or _MARK in items:
+                raise IndexError("the stack is too short")
+        self._stack.append(tuple(items))
+
+    def list_of(self) -> None:
+        self._stack.append(self._since_mark())
+
+    def dict_of(self) -> None:
+        items = self._since_mark()
+        made: dict[Any, Any] = {}
+        self._stack.append(made)
+        _set_items(made, items)
+
+    def append(self) -> None:
+        value = self._stack.pop()
+        _list(self._stack[-1]).append(value)
+
+    def appends(self) -> None:
+        items = self._since_mark()
+        _list(self._stack[-1]).extend(items)
+
+    def set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        _set_items(self._stack[-1], [key, value])
+
+    def set_items(self) -> None:
+        items = self._since_mark()
+        _set_items(self._stack[-1], items)
+
+    def empty_set(self) -> None:
+        self._stack.append(Call(_SET, ()))
+
+    def add_items(self) -> None:
+        items = self._since_mark()
+        target = self._stack[-1]
+        if not isinstance(target, Call) or target.function is not _SET:
+            raise UnsafePickleError("It asks to add to something that is no set.")
+        target.arguments += tuple(items)
+
+    def frozen_set(self) -> None:
+        self._stack.append(Call(_SET, tuple(self._since_mark())))
+
+    def pop(self) -> None:
+        self._stack.pop()
+
+    def pop_mark(self) -> None:
+        self._since_mark()
+
+    def dup(self) -> None:
+        self._stack.append(self._stack[-1])
+
+
+_ACTIONS: dict[str, Callable[[_Machine], None]] = {
+    "MARK": _Machine.mark,
+    "STACK_GLOBAL": _Machine.stack_global,
+    "REDUCE": _Machine.reduce,
+    "NEWOBJ": _Machine.reduce,
+    "BUILD": _Machine.build,
+    "BINPERSID": _Machine.persistent,
+    "EMPTY_LIST": lambda machine: machine.empty(list),
+    "EMPTY_DICT": lambda machine: machine.empty(dict),
+    "EMPTY_TUPLE": lambda machine: machine.empty(tuple),
+    "TUPLE1": lambda machine: machine.tuple_of(1),
+    "TUPLE2": lambda machine: machine.tuple_of(2),
+    "TUPLE3": lambda machine: machine.tuple_of(3),
+    "TUPLE": lambda machine: machine.tuple_of(None),
+    "LIST": _Machine.list_of,
+    "DICT": _Machine.dict_of,
+    "APPEND": _Machine.append,
+    "APPENDS": _Machine.appends,
+    "SETITEM": _Machine.set_item,
+    "SETITEMS": _Machine.set_items,
+    "EMPTY_SET": _Machine.empty_set,
+    "ADDITEMS": _Machine.add_items,
+    "FROZENSET": _Machine.frozen_set,
+    "POP": _Machine.pop,
+    "POP_MARK": _Machine.pop_mark,
+    "DUP": _Machine.dup,
+}
+
+
+def _list(target: Any) -> list[Any]:
+    if type(target) is not list:
+        raise UnsafePickleError("It asks to append to something that is no list.")
+    return target
+
+
+def _set_items(target: Any, items: list[Any]) -> None:
+    pairs = list(zip(items[::2], items[1::2], strict=True))
+    if type(target) is dict:
+        target.update(pairs)
+    elif isinstance(target, Call):
+        target.items.extend(pairs)
+    else:
+        raise UnsafePickleError("It asks to set items of something that is no dict.")
