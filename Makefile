@@ -15,7 +15,7 @@ STAMP := $(VENV)/.ready-$(shell (cat setup.cfg; echo '$(TORCH)') | cksum | cut -
 DOCS_STAMP := $(STAMP)-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-unit test-integration test-e2e lint format bench demo docs clean
+.PHONY: help setup browser test test-unit test-integration test-e2e test-versions lint format bench bench-store bench-trainings demo tour docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | \
@@ -47,21 +47,47 @@ $(DOCS_STAMP): $(STAMP)
 	@$(PIP_INSTALL) '$(TORCH)' -e '.[docs]'
 	@touch $@
 
-test: setup ## run all tests (PYTEST_ARGS='-k name -x')
+test: setup browser ## run all tests (PYTEST_ARGS='-k name -x')
 	$(PYTEST) tests $(PYTEST_ARGS)
 
 test-unit: setup ## run the unit tests
 	$(PYTEST) tests/unit $(PYTEST_ARGS)
 
-test-integration: setup ## run the integration tests
+test-integration: setup browser ## run the integration tests
 	$(PYTEST) tests/integration $(PYTEST_ARGS)
 
-test-e2e: setup ## run the end-to-end tests, if there are any
-	@if [ -z "$$(find tests/e2e -name 'test_*.py' 2>/dev/null)" ]; then \
-		echo '==> tests/e2e holds no tests'; \
-	else \
-		$(PYTEST) tests/e2e $(PYTEST_ARGS); \
-	fi
+test-e2e: setup ## run the end-to-end tests: real trainings on CPU
+	$(PYTEST) tests/e2e $(PYTEST_ARGS)
+
+# Older versions of verl have an environment each. numpy 2, pyarrow 22 and transformers 5 came after them.
+VERSIONS ?= 0.8.0 0.7.1 0.6.1
+OLD := 'numpy<2' 'pyarrow<22' 'transformers<5' cachetools fastapi openai uvicorn pytest pytest-mock pytest-timeout psutil
+
+.PRECIOUS: .venv-verl-%/.ready
+.venv-verl-%/.ready: setup.cfg
+	@echo '==> environment for verl $*: .venv-verl-$*'
+	@$(PYTHON) -m venv .venv-verl-$*
+	@.venv-verl-$*/bin/python -m pip install --quiet --no-input --disable-pip-version-check '$(TORCH)'
+	@.venv-verl-$*/bin/python -m pip install --quiet --no-input --disable-pip-version-check '$(TORCH)' 'verl==$*' $(OLD) -e .
+	@touch $@
+
+test-versions: $(VERSIONS:%=.venv-verl-%/.ready) ## run the training loops of older versions of verl (VERSIONS)
+	@for version in $(VERSIONS); do \
+		echo "==> verl $$version"; \
+		OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-verl-$$version/bin/python -m pytest tests/driver $(PYTEST_ARGS) || exit 1; \
+	done
+
+# The report is tested in a real browser.
+browser:
+	@command -v chromium >/dev/null || { \
+		[ "$$(id -u)" -eq 0 ] || { \
+			echo 'Chromium is missing, and only root can install it: apt-get install chromium fonts-dejavu-core' >&2; \
+			exit 1; \
+		}; \
+		echo '==> installing chromium'; \
+		apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; \
+	}
 
 lint: setup ## check style and types: ruff, mypy
 	$(PY) -m ruff check .
@@ -72,11 +98,19 @@ format: setup ## put the code in order: ruff
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: setup ## measure the store, results in benchmarks/results (BENCH_ARGS)
+bench: bench-store bench-trainings ## measure everything, results in benchmarks/results
+
+bench-store: setup ## the store against verl's save_to_disk (BENCH_ARGS=--quick)
 	$(PY) -m benchmarks.store $(BENCH_ARGS)
 
-demo: setup ## run the demonstration (DEMO_ARGS)
-	$(PY) recipes/demo.py $(DEMO_ARGS)
+bench-trainings: setup ## whole trainings: off, record, cache, replay, verl's own skip
+	$(PY) -m benchmarks.trainings
+
+demo: setup ## record a short training on CPU, train again from the dumps, compare (DEMO_ARGS)
+	$(PY) -m recipes.demo $(DEMO_ARGS)
+
+tour: setup ## a tour of the store: record, load, kill a writer, damage a file, query with SQL
+	$(PY) -m recipes.store_tour
 
 docs: $(DOCS_STAMP) ## build the documentation into docs/_build/html
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html

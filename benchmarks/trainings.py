@@ -1,0 +1,157 @@
+"""Whole trainings side by side: what recording costs, what a hit costs, and what a replay saves.
+
+Real trainings of recipes/cpu, one after another in the same run: without this package's doing, recording, from the
+dumps, replayed without an engine, and with verl's own skip. Results go to benchmarks/results/trainings.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import report
+from recipes.cpu import runs
+from recipes.cpu.assets import make_assets
+
+RESULTS = Path(__file__).parent / "results" / "trainings.json"
+console = Console()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One training: seconds until its first step, medians of its later steps, and the memory of its processes."""
+
+    name: str
+    start_s: float
+    step_s: float
+    rollout_s: float
+    peak_bytes: int
+    hits: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainings", description=__doc__)
+    parser.add_argument("--steps", type=int, default=8, help="training steps of each run (default: 8)")
+    parser.add_argument("--v1", action="store_true", help="verl's V1 trainers instead of V0")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rollout-skip-bench-") as folder:
+        machine = report.machine(Path(folder))
+        measured = measure_all(Path(folder), options.steps, options.v1)
+    show(measured)
+    ratios = compare(measured)
+    for name, value in ratios.items():
+        console.print(f"{name}: {value:.2f}", highlight=False)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results["v1" if options.v1 else "v0"] = {
+        "machine": machine,
+        "steps": options.steps,
+        "runs": {name: asdict(values) for name, values in measured.items()},
+        "ratios": {name: round(value, 3) for name, value in ratios.items()},
+    }
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    console.print(f"written to {RESULTS}", highlight=False)
+
+
+def measure_all(folder: Path, steps: int, v1: bool) -> dict[str, Measured]:
+    assets = make_assets(folder / "assets").folder
+    ours = f"rollout_skip.dump_dir={folder}/dumps"
+    block = "skip.rollout_tq" if v1 else "skip.rollout"
+    upstream = [
+        f"{block}.enable=True",
+        f"{block}.dump_dir={folder}/upstream",
+        f"{block}.steps=[{','.join(str(step) for step in range(1, steps + 1))}]",
+    ]
+    plans = {
+        "off": ["rollout_skip.mode=off"],
+        "record": ["rollout_skip.mode=record", ours],
+        "cache": ["rollout_skip.mode=cache", ours],
+        "replay": ["rollout_skip.mode=replay", ours],
+        "verl's skip, recording": upstream,
+        "verl's skip, loading": upstream,
+    }
+    common = [f"trainer.use_v1={v1}", f"trainer.total_training_steps={steps}"]
+    if v1:
+        common.append("trainer.v1.trainer_mode=skip_sync")
+    measured = {}
+    for name, overrides in plans.items():
+        started = time.monotonic()
+        measured[name] = measure(name, folder / name.replace(" ", "-").replace("'", ""), assets, [*common, *overrides])
+        console.print(f"{name}: {time.monotonic() - started:.0f} s", highlight=False)
+    return measured
+
+
+def measure(name: str, folder: Path, assets: Path, overrides: list[str]) -> Measured:
+    process = runs.start("recipes.ppo.main_ppo", "ppo_cpu", folder, assets, overrides)
+    run = runs.TrainingRun(folder)
+    started, first, peak = time.monotonic(), 0.0, 0
+    try:
+        while process.poll() is None:
+            peak = max(peak, _memory(process))
+            if not first and run.metrics():
+                first = time.monotonic()
+            time.sleep(0.25)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+    if process.returncode != 0:
+        raise SystemExit(f"{name} ended with {process.returncode}:\n{run.log[-4000:]}")
+    steps = list(run.timing("step").values())
+    return Measured(
+        name,
+        start_s=first - started - steps[0],
+        step_s=statistics.median(steps[1:]),
+        rollout_s=statistics.median(list(run.timing("gen").values())[1:]),
+        peak_bytes=peak,
+        hits=len(run.hits()),
+    )
+
+
+def _memory(process: subprocess.Popen[bytes]) -> int:
+    """The memory of a process and of all below it; what they share is counted once."""
+    total = 0
+    try:
+        for member in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
+            try:
+                total += member.memory_full_info().pss
+            except psutil.Error:
+                continue
+    except psutil.NoSuchProcess:
+        pass
+    return total
+
+
+def compare(measured: dict[str, Measured]) -> dict[str, float]:
+    off, record, cache, replay = (measured[name] for name in ("off", "record", "cache", "replay"))
+    upstream = measured["verl's skip, loading"]
+    return {
+        "a step while recording, against one without": record.step_s / off.step_s,
+        "the rollout of a hit, against a generated one": cache.rollout_s / off.rollout_s,
+        "the rollout of a hit, against a hit of verl's skip": cache.rollout_s / upstream.rollout_s,
+        "a step from the dumps, against one of verl's skip": cache.step_s / upstream.step_s,
+        "start of a replay, against a recording": replay.start_s / record.start_s,
+        "memory of a replay, against a recording": replay.peak_bytes / record.peak_bytes,
+    }
+
+
+def show(measured: dict[str, Measured]) -> None:
+    table = Table(title="Trainings")
+    for name in ("run", "start", "step", "rollout", "memory", "loaded"):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for values in measured.values():
+        cells = [f"{values.start_s:.1f} s", f"{values.step_s:.2f} s", f"{values.rollout_s * 1e3:.0f} ms"]
+        table.add_row(values.name, *cells, f"{values.peak_bytes / 1e9:.1f} GB", str(values.hits))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
