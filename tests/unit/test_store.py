@@ -189,7 +189,11 @@ def test_info_is_kept_and_later_changes_do_not_reach_it(store: RolloutStore) -> 
     assert store.record(RolloutKey(2)).info == {}
 
 
-@pytest.mark.parametrize("value", [object(), float("nan"), float("inf"), b"bytes", np.float32(1), {1, 2}], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [object(), float("nan"), float("inf"), b"bytes", np.float32(1), {1, 2}],
+    ids=["object", "nan", "inf", "bytes", "float32", "set"],
+)
 def test_info_that_is_no_json_is_refused_at_once(tmp_path: Path, value: Any) -> None:
     for background in (False, True):
         with RolloutStore(tmp_path / str(background), background=background) as store:
