@@ -74,7 +74,7 @@ class DynamicSampling:
     def init_workers(self) -> None:
         super().init_workers()  # type: ignore[misc]
         if self._filters_groups():
-            self.async_rollout_manager = HandOver(self.async_rollout_manager, self.config.actor_rollout_ref.rollout.n)
+            self.async_rollout_manager = HandOver(self, self.async_rollout_manager)
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         return self._with_gen_batches(super()._update_actor(batch))  # type: ignore[misc]
@@ -92,10 +92,11 @@ class DynamicSampling:
 class HandOver:
     """Stands before the generating manager and gives ``fit`` the rows that were generated for its prompts."""
 
-    def __init__(self, manager: Any, samples: int) -> None:
+    def __init__(self, trainer: Any, manager: Any) -> None:
         self.manager = manager
         self.gen_batches = 0
-        self._samples = samples
+        self._trainer = trainer
+        self._samples = trainer.config.actor_rollout_ref.rollout.n
         self._waiting: tuple[dict[str, Any], DataProto] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -116,7 +117,7 @@ class HandOver:
             return rows
         # REMAX asks for a greedy response to each prompt as well.
         timing = rows.meta_info.pop("timing")
-        baseline = self.manager.generate_sequences(prompts.slice(len(rows), None))
+        baseline = with_rewards(self._trainer, self.manager.generate_sequences(prompts.slice(len(rows), None)))
         baseline.pop(non_tensor_batch_keys=[key for key in _OF_THE_GENERATION if key in baseline.non_tensor_batch])
         baseline.meta_info = dict(rows.meta_info)
         rows = DataProto.concat([rows, baseline])
@@ -127,8 +128,8 @@ class HandOver:
         """The prompts went through ``fit`` as objects, so that they can be told apart even if they are equal."""
         for key, values in kept.items():
             asked = prompts.non_tensor_batch.get(key)
-            if asked is None or values.dtype != object:
-                continue
+            if key == UID or asked is None or values.dtype != object:
+                continue  # fit makes uids of its own
             rows = asked[: len(values) * self._samples : self._samples]
             if len(rows) != len(values) or any(one is not other for one, other in zip(rows, values, strict=True)):
                 raise RolloutSkipError(
@@ -200,7 +201,7 @@ class GatheringLoader:
         prompts.meta_info["global_steps"] = trainer.global_steps
         prompts = prompts.repeat(repeat_times=samples, interleave=True)
         rows = trainer.async_rollout_manager.manager.generate_sequences(prompts)
-        rows = self._with_rewards(rows)
+        rows = with_rewards(trainer, rows)
         self._gathered.timings.append(rows.meta_info.pop("timing", {}))
         kept = self._metric.with_variance(rows, samples)
         rows.pop(non_tensor_batch_keys=[key for key in _OF_THE_GENERATION if key in rows.non_tensor_batch])
@@ -211,16 +212,6 @@ class GatheringLoader:
         )
         self._gathered.kept += len(kept)
         self._gathered.seconds += time.perf_counter() - started
-
-    def _with_rewards(self, rows: DataProto) -> DataProto:
-        """A reward model that shares its devices with the engine is asked after the generation, as fit does it."""
-        trainer = self._trainer
-        if not trainer.use_rm or "rm_scores" in rows.batch:
-            return rows
-        trainer.checkpoint_manager.sleep_replicas()
-        rows = rows.union(trainer._compute_reward_colocate(rows))
-        trainer.checkpoint_manager.update_weights(trainer.global_steps - 1)
-        return rows
 
     def _hand_over(self) -> dict[str, Any]:
         gathered, self._gathered = self._gathered, Gathered()
@@ -238,7 +229,7 @@ class GatheringLoader:
         limit, done = self._config.algorithm.filter_groups.get("max_num_gen_batches") or 0, self._gathered.gen_batches
         if limit <= 0 or done < limit:
             logger.info(
-                "step %d: %d of %d prompts after %d generation batches, generating more",
+                "step %d: %d of %d prompts after %d generation batches, more are needed",
                 *(self._trainer.global_steps, self._gathered.kept, self._config.data.train_batch_size, done),
             )
             return
@@ -289,6 +280,16 @@ class GroupMetric:
             penalty = kl_penalty(old_log_probs, ref_log_prob, kl_penalty=self._config.kl_penalty)
             scores = scores - trainer.kl_ctrl_in_reward.value * penalty * rows.batch["response_mask"]
         return scores.sum(dim=-1).numpy()
+
+
+def with_rewards(trainer: Any, rows: DataProto) -> DataProto:
+    """A reward model that shares its devices with the engine is asked after the generation, as fit does it."""
+    if not trainer.use_rm or "rm_scores" in rows.batch:
+        return rows
+    trainer.checkpoint_manager.sleep_replicas()
+    rows = rows.union(trainer._compute_reward_colocate(rows))
+    trainer.checkpoint_manager.update_weights(trainer.global_steps - 1)
+    return rows
 
 
 def _column(key: str, batch: DataProto, prompts: DataProto, samples: int) -> Any:

@@ -25,6 +25,14 @@ logger = logging.getLogger(__name__)
 NAME = "rollout_skip_replay"
 """The value of ``rollout.name`` under which verl finds it."""
 
+# How many devices a server takes. None is started, so none are taken, and the workers may be fewer than it had.
+_SERVER_SIZES = (
+    "tensor_model_parallel_size",
+    "data_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_parallel_size",
+)
+
 
 class ReplayReplica(RolloutReplica):
     """A replica of no server."""
@@ -106,6 +114,9 @@ def without_engine(config: DictConfig) -> DictConfig:
         if rollout.get("agent") is None:
             rollout.agent = {}
         rollout.agent.agent_loop_manager_class = _name(NoAgentLoops)
+        for size in _SERVER_SIZES:
+            if rollout.get(size) is not None:
+                rollout[size] = 1
         if OmegaConf.select(rollout, "disaggregation.enabled"):
             rollout.disaggregation.enabled = False  # belongs to the servers that are not started
         libraries = model.get("external_lib")

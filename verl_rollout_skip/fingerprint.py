@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 BASELINE = "algorithm.adv_estimator adds greedy rollouts"
 ABSENT = "not set"
+LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
+"""They only say when a training ends, unless the learning rate follows a schedule over its whole length."""
 
 Flat = dict[str, Any]
 
@@ -56,6 +58,8 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
         (training if effect is Effect.TRAINING else rollout).update(_identities(key, value))
     if training.get("algorithm.adv_estimator") == "remax":
         rollout[BASELINE] = True
+    if not _learns_by_length(training):
+        training = {key: value for key, value in training.items() if key not in LENGTH}
     rollout, training = mask(rollout), mask(training)
     for key, value in rollout.items():
         if UNREADABLE in str(value):
@@ -119,6 +123,21 @@ def _identities(key: str, value: Any) -> Flat:
         identities = [identify(str(name)) for name in names]
         found[f"{key}#{part}" if part else key] = identities if isinstance(value, list) else identities[0]
     return found
+
+
+def _learns_by_length(training: Flat) -> bool:
+    """Whether the learning rate of a step depends on how many steps there are in all. What is not known does."""
+    blocks = {key.rpartition(".")[0] for key in training if key.rpartition(".")[0].endswith(".optim")}
+    return any(
+        _has_schedule({key.rpartition(".")[2]: training[key] for key in training if key.startswith(f"{block}.")})
+        for block in blocks
+    )
+
+
+def _has_schedule(optim: Flat) -> bool:
+    styles = {optim[name] for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style") if name in optim}
+    warms_up_by_share = (optim.get("lr_warmup_steps") or 0) <= 0 and (optim.get("lr_warmup_steps_ratio") or 0) > 0
+    return styles != {"constant"} or warms_up_by_share
 
 
 def _base(key: str) -> str:

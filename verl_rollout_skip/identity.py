@@ -8,7 +8,6 @@ What cannot be read from here is known by its name only, and that is said.
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import json
 import os
 import struct
@@ -55,32 +54,6 @@ def file_identity(path: str) -> str:
     return _file_or_name(path, _WHOLE_BYTES)
 
 
-def code_identity(path: str) -> str:
-    """A source file, by its path or as pkg://package.module. What it imports is not looked at."""
-    if path.startswith("pkg://"):
-        return module_identity(path.removeprefix("pkg://").replace("/", "."))
-    return file_identity(path.removeprefix("file://"))
-
-
-def module_identity(name: str) -> str:
-    """The source of an importable module. It is found without being imported."""
-    top, *inner = name.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or spec.origin is None:
-        return _name_identity(name)
-    if not inner:
-        return f"{name}, {file_identity(spec.origin)}"
-    for folder in spec.submodule_search_locations or ():
-        place = Path(folder, *inner)
-        for file in (place.with_suffix(".py"), place / "__init__.py"):
-            if file.is_file():
-                return f"{name}, {file_identity(str(file))}"
-    return _name_identity(name)
-
-
 def _file_or_name(path: str, whole_up_to: int) -> str:
     file = Path(os.path.expanduser(path))
     try:
@@ -89,13 +62,13 @@ def _file_or_name(path: str, whole_up_to: int) -> str:
         size = file.stat().st_size
         return f"{format_size(size)}, digest {_digest(file, whole_up_to)}"
     except OSError:
-        return _name_identity(path)
+        return name_identity(path)
 
 
 def _folder_identity(path: str, tokenizer: bool | None) -> str:
     folder = Path(os.path.expanduser(path))
     if not folder.is_dir():
-        return file_identity(path) if folder.is_file() else _name_identity(path)
+        return file_identity(path) if folder.is_file() else name_identity(path)
     files = sorted(_relevant(folder, tokenizer))
     digest = xxhash.xxh3_128()
     total, unreadable = 0, []
@@ -169,7 +142,8 @@ def _tensor_pieces(stream: BinaryIO) -> list[tuple[int, int]]:
         return []  # not what its name says: the blocks have to do
 
 
-def _name_identity(path: str) -> str:
+def name_identity(path: str) -> str:
+    """What cannot be read from here: its name, with the commit if the hub's local cache knows it."""
     commit = _hub_commit(path)
     if commit is not None:
         return f"{path} at commit {commit}"

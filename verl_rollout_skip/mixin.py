@@ -151,13 +151,15 @@ class RolloutSkipMixin:
         return config
 
     def _check_recorded_steps(self) -> None:
-        """A replay that cannot come to its end is not begun."""
-        if self.rollout_skip.settings.mode is not Mode.REPLAY:
+        """A training that cannot come to its end is not begun."""
+        mode = self.rollout_skip.settings.mode
+        if mode not in (Mode.RECORD, Mode.REPLAY):
             return
         trainer = self.config.trainer  # type: ignore[attr-defined]
         steps_in_data = len(self.train_dataloader) * trainer.total_epochs  # type: ignore[attr-defined]
         last = min(self.total_training_steps, steps_in_data)  # type: ignore[attr-defined]
-        if OmegaConf.select(self.config, "algorithm.filter_groups.enable"):  # type: ignore[attr-defined]
+        filters = OmegaConf.select(self.config, "algorithm.filter_groups.enable")  # type: ignore[attr-defined]
+        if filters and mode is Mode.REPLAY:
             # How many steps the data is enough for is not known before. The recorded training may have come to its end.
             last = min(last, max((key.step for key in self.rollout_skip.recorded_keys()), default=0))
         self.rollout_skip.check_steps(range(first_step(trainer), last + 1))

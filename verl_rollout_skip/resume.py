@@ -42,6 +42,7 @@ def plan_resumption(path: str, overrides: Sequence[str]) -> Resumption:
     given = _parse(overrides)
     remapped = _apply(config, given)
     _check_secrets(config)
+    _check_whole(manifest, given)
     recorded = {key: value for key, value in (manifest.config.get(BLOCK) or {}).items() if key in _KEPT}
     with open_dict(config):
         config[BLOCK] = {"mode": "cache", "source": manifest.path, **recorded, **(config.get(BLOCK) or {})}
@@ -103,6 +104,21 @@ def _apply(config: DictConfig, given: Mapping[str, Any]) -> dict[str, str]:
                 OmegaConf.update(config, other, value)
                 remapped[other] = value
     return remapped
+
+
+def _check_whole(manifest: Manifest, given: Mapping[str, Any]) -> None:
+    """Raise for a training that took some of its rollouts from elsewhere, unless the setting that did so is given."""
+    block = manifest.config.get(BLOCK) or {}
+    elsewhere = {"source": None, "reward": "recorded", "on_mismatch": "new"}
+    for key, usual in elsewhere.items():
+        value = block.get(key, usual)
+        if value not in (None, usual, "error") and f"{BLOCK}.{key}" not in given:
+            raise ConfigError(
+                f"The training of {manifest.path} was started with {BLOCK}.{key}={value}: it took rollouts from "
+                f"elsewhere, and only those that it generated itself are recorded here. Start it again by its own "
+                f"command with {BLOCK}.mode=cache; or resume from what is here alone with {BLOCK}.{key}="
+                f"{'null' if usual is None else usual}."
+            )
 
 
 def _check_secrets(config: DictConfig) -> None:

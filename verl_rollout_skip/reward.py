@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from verl import DataProto
 
 from verl_rollout_skip.errors import UnsupportedTrainerError
+from verl_rollout_skip.prompts import UID
 
 SCORES = "rm_scores"
 EXTRA_KEYS = "reward_extra_keys"
 # The same extras once more, as a dict for each row.
 _EXTRAS = "reward_extra_info"
+# What is in a rollout besides the fields of its agent loop.
+_NOT_OF_THE_LOOP = {_EXTRAS, UID, "__num_turns__", "__do_sample__", "multi_modal_inputs"}
 
 
 def recompute_rewards(batch: DataProto, inputs: DataProto, trainer: Any) -> None:
@@ -34,14 +37,30 @@ def recompute_rewards(batch: DataProto, inputs: DataProto, trainer: Any) -> None
 
 
 def _unscored(batch: DataProto, inputs: DataProto) -> DataProto:
-    """What a reward function gets to see: responses with prompts, answers …, without recorded rewards."""
+    """What an agent loop sends to be scored: responses with prompts, answers …, without recorded rewards."""
     scores = {SCORES, _EXTRAS, *batch.meta_info.get(EXTRA_KEYS, [])}
     tensors = {key: value for key, value in batch.batch.items() if key not in scores}
     columns = {**inputs.non_tensor_batch, **batch.non_tensor_batch}
     given = DataProto.from_dict(tensors=tensors)
     given.non_tensor_batch = {key: value for key, value in columns.items() if key not in scores}
+    of_the_loop = batch.non_tensor_batch.keys() - scores - _NOT_OF_THE_LOOP - inputs.non_tensor_batch.keys()
+    fields = np.empty(len(batch), dtype=object)
+    fields[:] = [_fields_of_row(batch, of_the_loop, row) for row in range(len(batch))]
+    width = batch.batch["prompts"].shape[1]
+    mask = batch.batch["attention_mask"]
+    given.non_tensor_batch |= {
+        "tool_extra_fields": fields,
+        "prompt_len": mask[:, :width].sum(dim=1).numpy(),
+        "response_len": mask[:, width:].sum(dim=1).numpy(),
+    }
     given.meta_info = {"global_steps": inputs.meta_info.get("global_steps")}
     return given
+
+
+def _fields_of_row(batch: DataProto, names: Iterable[str], row: int) -> dict[str, Any]:
+    """What the agent loop said of a row (turn_scores, tool_rewards …). A field that others have is None there."""
+    fields = {name: batch.non_tensor_batch[name][row] for name in sorted(names)}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _reward_manager(trainer: Any) -> Callable[[DataProto], DataProto]:

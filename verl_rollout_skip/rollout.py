@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_rollout_skip.config import BLOCK
+from verl_rollout_skip.config import BLOCK, parse_steps
 from verl_rollout_skip.entries import describe_steps
 from verl_rollout_skip.errors import (
     EntryExistsError,
@@ -24,6 +24,7 @@ from verl_rollout_skip.errors import (
     StoreError,
     UnreadableEntryError,
 )
+from verl_rollout_skip.history import HISTORY, IDENTITY, History, extend, identity_of
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.modes import Mode, Prompts
 from verl_rollout_skip.outcome import Rollout, Statistics
@@ -65,6 +66,8 @@ class RolloutSkip:
         self._sources: list[tuple[Source, RolloutStore]] = []
         if mode.reads:
             self._sources = [(source, self._store_of(source)) for source in run.sources]
+        self._history = History()
+        self._other_history_told = False
         self._closed = False
         self._check_recorded()
 
@@ -78,8 +81,12 @@ class RolloutSkip:
 
     def step(self, key: RolloutKey, inputs: Any, generate: Generate) -> Rollout:
         """The batch of one rollout step. ``generate`` is called with ``inputs`` if it must be generated."""
-        if not self.covers(key) or meta_of(inputs).get("validate"):
+        if meta_of(inputs).get("validate"):
             return Rollout(generate(inputs), inputs, hit=False, metrics={})
+        if not self.covers(key):
+            batch = generate(inputs)
+            self.pass_by(key, batch)
+            return Rollout(batch, inputs, hit=False, metrics={})
         loaded = self.load(key, lambda _: inputs)
         if loaded is not None:
             return loaded
@@ -101,23 +108,29 @@ class RolloutSkip:
         if self._recorder is not None:
             self._recorder.raise_failures()
             if self.settings.mode is Mode.RECORD and key in self._recorder.store:
-                raise EntryExistsError(
-                    f"{key} is already recorded in {self._recorder.folder}, and mode 'record' never overwrites. Mode "
-                    "'cache' continues a recording, mode 'refresh' replaces it."
-                )
+                raise EntryExistsError(self._taken(f"{key} is"))
         loaded = self._load(key, line_up)
         if loaded is None and not self.settings.mode.generates:
             raise EntryNotFoundError(self._not_recorded(key))
         return loaded
 
+    def pass_by(self, key: RolloutKey, batch: Any) -> None:
+        """Take note of a rollout step that is neither loaded nor recorded: later ones depend on it."""
+        if self.settings.mode is not Mode.OFF:
+            self._history.add(key, identity_of(batch), self._recorded_history(key.step))
+
     def record(self, key: RolloutKey, batch: Any, inputs: Any, seconds: float) -> dict[str, float]:
         """Count and dump what was generated in so many seconds; returns the metrics of the step."""
         self.statistics.misses += 1
         self.statistics.generate_s += seconds
+        identity = identity_of(batch)
+        self._history.add(key, identity, self._recorded_history(key.step))
         if self._recorder is not None:
             info = {
                 "generate_s": round(seconds, 6),
                 "training_hash": self.run.fingerprint.training_hash,
+                IDENTITY: identity,
+                HISTORY: self._history.before(key.step),
                 SAMPLING: sampling_of(inputs),
             }
             self._recorder.dump(key, batch, inputs, info)
@@ -141,17 +154,18 @@ class RolloutSkip:
         return sorted({key for _, store in self._sources for key in store})
 
     def check_steps(self, wanted: range) -> None:
-        """Raise if a training of these steps asks for one that is not recorded: it could not come to its end."""
-        if self.settings.mode is not Mode.REPLAY:
-            return
-        recorded = {key.step for key in self.recorded_keys()}
-        missing = [step for step in wanted if step in self.settings.steps and step not in recorded]
-        if missing:
-            raise EntryNotFoundError(
-                f"The training would replay steps {wanted[0]} to {wanted[-1]}, and {describe_steps(missing)} are not "
-                f"recorded; recorded are {describe_steps(recorded)} ({self.places()}). Train fewer steps "
-                f"(trainer.total_training_steps={missing[0] - 1}), record more (mode cache), or use mode repeat."
-            )
+        """Raise if a training of these steps could not come to its end: one is not recorded, or is recorded already."""
+        covered = [step for step in wanted if step in self.settings.steps]
+        if self.settings.mode is Mode.RECORD and self._recorder is not None:
+            recorded = {key.step for key in self._recorder.store}
+            taken = [step for step in covered if step in recorded]
+            if taken:
+                raise EntryExistsError(self._taken(f"Of the training's steps {describe_steps(taken)} are"))
+        if self.settings.mode is Mode.REPLAY:
+            recorded = {key.step for key in self.recorded_keys()}
+            missing = [step for step in covered if step not in recorded]
+            if missing:
+                raise EntryNotFoundError(self._missing(wanted, missing, recorded))
 
     def places(self) -> str:
         """The folders that are read, for messages."""
@@ -176,7 +190,9 @@ class RolloutSkip:
             if self.settings.mode is not Mode.OFF:
                 logger.info("%s", self.summary())
             if self._recorder is not None and self.statistics.dumped:
-                logger.info("to go on from here: rollout-skip resume %s/manifest.json", self._recorder.folder)
+                folder = self._recorder.folder
+                if all(source.folder == folder for source, _ in self._sources):
+                    logger.info("to go on from here: rollout-skip resume %s/manifest.json", folder)
 
     def __enter__(self) -> RolloutSkip:
         return self
@@ -296,7 +312,8 @@ class RolloutSkip:
 
     def _count_hit(self, key: RolloutKey, source: Source, entry: LoadedEntry, seconds: float) -> dict[str, float]:
         saved = max(float(entry.record.info.get("generate_s") or 0.0) - seconds, 0.0)
-        off_policy = source.informational or (key.step > 1 and self._is_other_training(source, entry))
+        off_policy = source.informational or self._is_off_policy(key, source, entry)
+        self._history.add(key, entry.record.info.get(IDENTITY), entry.record.info.get(HISTORY))
         self.statistics.hits += 1
         self.statistics.load_s += seconds
         self.statistics.saved_s += saved
@@ -309,10 +326,39 @@ class RolloutSkip:
             "rollout_skip/off_policy": float(off_policy),
         }
 
-    def _is_other_training(self, source: Source, entry: LoadedEntry) -> bool:
-        """Several trainings may have recorded into one variant, so the entry knows better than the manifest."""
+    def _is_off_policy(self, key: RolloutKey, source: Source, entry: LoadedEntry) -> bool:
+        """Whether other weights than today's generated an entry. The first step has those that all began with."""
+        # Several trainings may have recorded into one variant, so the entry knows better than the manifest.
         recorded = entry.record.info.get("training_hash", source.manifest.training_hash)
-        return bool(recorded != self.run.fingerprint.training_hash)
+        is_other_training = source.other_reward or recorded != self.run.fingerprint.training_hash
+        return (key.step > 1 and is_other_training) or self._has_other_history(key, entry)
+
+    def _has_other_history(self, key: RolloutKey, entry: LoadedEntry) -> bool:
+        recorded, current = entry.record.info.get(HISTORY), self._history.before(key.step)
+        if recorded is None or current is None or recorded == current:
+            return False
+        if not self._other_history_told:
+            self._other_history_told = True
+            logger.warning(
+                "%s was recorded after other rollouts than this training has learned from, because some were generated "
+                "again, or are loaded more than once. From here on loaded rollouts may be off-policy "
+                "(rollout_skip/off_policy)",
+                key,
+            )
+        return True
+
+    def _recorded_history(self, step: int) -> str | None:
+        """For a training that begins with a checkpoint: the history of its first step, if the recorded one saved it."""
+        if not self._history.is_empty or step == 1:
+            return None
+        stores = [store for _, store in self._sources_now()]
+        if self._recorder is not None and self._recorder.store not in stores:
+            stores.append(self._recorder.store)
+        for store in stores:
+            records = [store.record(key).info for key in store if key.step == step - 1]
+            if records:
+                return extend(records[0].get(HISTORY), [info.get(IDENTITY) for info in records])
+        return None
 
     def _prefetch_after(self, key: RolloutKey) -> None:
         for following in (RolloutKey(key.step, key.gen_batch + 1), RolloutKey(key.step + 1)):
@@ -340,19 +386,52 @@ class RolloutSkip:
                 f"first ({BLOCK}.mode=cache)."
             )
 
+    def _taken(self, what: str) -> str:
+        assert self._recorder is not None
+        return (
+            f"{what} already recorded in {self._recorder.folder}, and mode 'record' never overwrites. Mode 'cache' "
+            "continues a recording, mode 'refresh' replaces it."
+        )
+
+    def _missing(self, wanted: range, missing: list[int], recorded: set[int]) -> str:
+        fewer = f"train fewer steps (trainer.total_training_steps={missing[0] - 1}), " if missing[0] > wanted[0] else ""
+        return (
+            f"The training would replay steps {describe_steps(wanted)}, and of these {describe_steps(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not recorded; recorded are {describe_steps(recorded)} "
+            f"({self.places()}). {self._likely_cause(missing[0])} You can {fewer}record more (mode cache), or use mode "
+            "repeat."
+        )
+
+    def _likely_cause(self, step: int) -> str:
+        """Why a step may not be there: what the recorded training was told, or what happened to it."""
+        for source, _ in self._sources:
+            trainer, block = (source.manifest.config.get(name) or {} for name in ("trainer", BLOCK))
+            steps, limit, length = block.get("steps"), block.get("max_dump_steps"), trainer.get("total_training_steps")
+            if step not in parse_steps(steps, f"{BLOCK}.steps"):
+                return f"The recording was made with {BLOCK}.steps={steps}."
+            if limit:
+                return f"The recording was made with {BLOCK}.max_dump_steps={limit}."
+            if length and length < step:
+                return f"The recorded training was one of {length} steps (trainer.total_training_steps)."
+        return (
+            "Either the recorded training ended earlier, or dumps failed (its log says so), were pruned, or were set "
+            "aside as damaged (*.corrupt)."
+        )
+
     def _not_recorded(self, key: RolloutKey) -> str:
         keys = self.recorded_keys()
         batches = [other.gen_batch for other in keys if other.step == key.step]
-        held = f"steps {describe_steps({other.step for other in keys})}"
+        held, cause = f"steps {describe_steps({other.step for other in keys})}", self._likely_cause(key.step)
         if batches:
             held = f"{len(batches)} generation batches of this step: today's run asks for more than the recorded one"
+            cause = (
+                "Another reward or another filter keeps fewer prompts, or the recorded training ended within the step."
+            )
         return (
-            f"{key} is not recorded in {self.places()}, which holds {held}. In mode {self.settings.mode.value!r} "
-            "nothing is generated. Train fewer steps, record more (mode cache), or use mode repeat."
+            f"{key} is not recorded in {self.places()}, which holds {held}. {cause} In mode "
+            f"{self.settings.mode.value!r} nothing is generated. Train fewer steps, record more (mode cache), or use "
+            "mode repeat."
         )
-
-    def _places(self) -> str:
-        return " and ".join(source.folder for source, _ in self._sources)
 
     def _stored_bytes(self) -> int:
         return 0 if self._recorder is None else self._recorder.store.written_bytes

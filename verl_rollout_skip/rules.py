@@ -14,14 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from verl_rollout_skip.identity import (
-    code_identity,
-    data_identity,
-    file_identity,
-    model_identity,
-    module_identity,
-    tokenizer_identity,
-)
+from verl_rollout_skip.identity import data_identity, file_identity, model_identity, tokenizer_identity
+from verl_rollout_skip.source_code import classes_identity, code_identity, module_identity
 
 
 class Effect(str, Enum):
@@ -166,7 +160,11 @@ RULES: list[Rule] = [
     # The trainer's own block; what is not named here falls to the last rule.
     *_rules(_ROLLOUT, "V0 and V1 trainers record batches of another shape", "trainer.use_v1"),
     *_rules(_ROLLOUT, "which weights generate which trajectory, and which trajectories are kept", "trainer.v1.*"),
-    *_rules(_TRAINING, "length of the schedule", "trainer.total_epochs", "trainer.total_training_steps"),
+    *_rules(
+        _TRAINING,
+        "length of the schedule, if the learning rate follows one; no difference otherwise",
+        *("trainer.total_epochs", "trainer.total_training_steps"),
+    ),
     *_rules(_TRAINING, "when the actor starts to learn", "trainer.critic_warmup"),
     *_rules(_TRAINING, "the weights the training starts from", "trainer.resume_from_path"),
     *_rules(_TRAINING, "which rows make up a mini-batch", "trainer.balance_batch"),
@@ -337,13 +335,13 @@ IDENTITIES: dict[str, dict[str, Callable[[str], str]]] = {
     "data.train_files": {"": data_identity},
     "data.custom_cls.path": {"": code_identity},
     "data.sampler.class_path": {"": code_identity},
-    "data.tool_config_path": {"": file_identity},
+    "data.tool_config_path": {"": classes_identity},
     "data.function_tool_path": {"": code_identity},
     "data.datagen.path": {"": code_identity},
-    f"{_R}.multi_turn.tool_config_path": {"": file_identity},
+    f"{_R}.multi_turn.tool_config_path": {"": classes_identity},
     f"{_R}.multi_turn.function_tool_path": {"": code_identity},
-    f"{_R}.multi_turn.interaction_config_path": {"": file_identity},
-    f"{_R}.agent.agent_loop_config_path": {"": file_identity},
+    f"{_R}.multi_turn.interaction_config_path": {"": classes_identity},
+    f"{_R}.agent.agent_loop_config_path": {"": classes_identity},
     f"{_R}.agent.custom_async_server.path": {"": code_identity},
     f"{_R}.quantization_config_file": {"": file_identity},
     "reward.custom_reward_function.path": {"": code_identity},

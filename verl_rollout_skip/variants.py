@@ -29,11 +29,15 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Source:
-    """A folder whose entries may be loaded. ``informational``: made with other settings, which the user allowed."""
+    """A folder whose entries may be loaded. ``informational``: made with other settings, which the user allowed.
+
+    ``other_reward``: recorded with another reward function than the one that scores the responses anew.
+    """
 
     folder: str
     manifest: Manifest
     informational: bool = False
+    other_reward: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def _from_source(settings: SkipConfig, fingerprint: Fingerprint) -> Source:
             f"The rollouts of {BLOCK}.source={settings.source} were made with other settings:\n{_listed(lines)}\n"
             f"Use the same settings, or take them knowingly with {BLOCK}.on_mismatch=reuse."
         )
-    return _source(manifest, lines)
+    return _source(manifest, lines, fingerprint, settings)
 
 
 def _from_variants(settings: SkipConfig, folder: str, fingerprint: Fingerprint, own: Source | None) -> list[Source]:
@@ -147,9 +151,9 @@ def _from_variants(settings: SkipConfig, folder: str, fingerprint: Fingerprint, 
     sources = [] if own is None else [own]
     fitting = [manifest for manifest in others if not differences[manifest.path]]
     if fitting:
-        return [*sources, _source(fitting[0], [])]
+        return [*sources, _source(fitting[0], [], fingerprint, settings)]
     if settings.on_mismatch is OnMismatch.REUSE and len(others) == 1:
-        return [*sources, _source(others[0], differences[others[0].path])]
+        return [*sources, _source(others[0], differences[others[0].path], fingerprint, settings)]
     if own is None:
         _explain_nothing_fits(settings, folder, differences)
     return sources
@@ -159,10 +163,18 @@ def _is_own(variant: str, fingerprint: Fingerprint) -> bool:
     return variant == fingerprint.config_hash[:_HASH_LETTERS]
 
 
-def _source(manifest: Manifest, lines: list[str]) -> Source:
+def _source(manifest: Manifest, lines: list[str], fingerprint: Fingerprint, settings: SkipConfig) -> Source:
     if lines:
         logger.warning("using rollouts that were made with other settings (%s):\n%s", manifest.path, _listed(lines))
-    return Source(manifest.path.rsplit("/", 1)[0], manifest, informational=bool(lines))
+    reward = [line for line in difference(manifest.fingerprint, fingerprint.rollout) if line not in lines]
+    if reward and settings.mode.reads:
+        logger.warning(
+            "the responses of %s are scored anew, and the reward is another one than it was recorded with, so those "
+            "rollouts are off-policy from the second step on:\n%s",
+            manifest.path,
+            _listed(reward),
+        )
+    return Source(manifest.path.rsplit("/", 1)[0], manifest, informational=bool(lines), other_reward=bool(reward))
 
 
 def _explain_nothing_fits(settings: SkipConfig, folder: str, differences: dict[str, list[str]]) -> None:

@@ -16,13 +16,12 @@ from verl_rollout_skip import identity
 from verl_rollout_skip.fingerprint import make_fingerprint
 from verl_rollout_skip.identity import (
     UNREADABLE,
-    code_identity,
     data_identity,
     file_identity,
     model_identity,
-    module_identity,
     tokenizer_identity,
 )
+from verl_rollout_skip.source_code import code_identity, module_identity
 
 GIB = 1 << 30
 

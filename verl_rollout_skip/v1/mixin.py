@@ -233,6 +233,8 @@ class RolloutSkipMixin:
             inputs = self._in_flight.rows(places)
             self._step_metrics.append(self.rollout_skip.record(key, fields, inputs, seconds))
             self._log_samples(fields)
+        else:
+            self.rollout_skip.pass_by(key, sampled.fetch(batch)[0])
         self._in_flight.settle(gone)
         self._prepared = {}
 

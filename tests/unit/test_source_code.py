@@ -1,0 +1,114 @@
+"""Code is known by its source and by the modules of its own project that it imports, without being run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verl_rollout_skip.identity import file_identity
+from verl_rollout_skip.source_code import classes_identity, code_identity, module_identity
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A reward function, what it imports, and what it does not."""
+    files = {
+        "reward.py": "import json, numpy\nimport parsing\nfrom rules.units import convert\n",
+        "parsing.py": "from tables import UNITS\nraise RuntimeError('imported')\n",
+        "tables.py": "UNITS = 1\n",
+        "rules/__init__.py": "",
+        "rules/units.py": "from . import lengths\n",
+        "rules/lengths.py": "METRE = 1\n",
+        "rules/unused.py": "",
+        "losses.py": "",
+    }
+    for name, source in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name", ["reward.py", "parsing.py", "tables.py", "rules/__init__.py", "rules/units.py", "rules/lengths.py"]
+)
+def test_a_change_in_whatever_a_reward_function_imports_is_noticed_and_named(project: Path, name: str) -> None:
+    before = code_identity(str(project / "reward.py"))
+    with open(project / name, "a") as file:
+        file.write("# changed\n")
+    after = code_identity(str(project / "reward.py"))
+    assert after != before
+    if name != "reward.py":
+        (changed,) = set(after.split(", ")) - set(before.split(", "))
+        assert name in changed
+
+
+@pytest.mark.parametrize("name", ["losses.py", "rules/unused.py"])
+def test_what_it_does_not_import_makes_no_difference(project: Path, name: str) -> None:
+    before = code_identity(str(project / "reward.py"))
+    (project / name).write_text("changed = True")
+    assert code_identity(str(project / "reward.py")) == before
+
+
+def test_a_file_that_imports_nothing_of_its_own_is_just_that_file(project: Path) -> None:
+    assert code_identity(str(project / "tables.py")) == file_identity(str(project / "tables.py"))
+    (project / "broken.py").write_text("def (")
+    assert code_identity(str(project / "broken.py")) == file_identity(str(project / "broken.py"))
+
+
+def test_a_project_is_the_same_in_another_folder(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = project.rename(tmp_path_factory.mktemp("other") / "project")
+    moved = code_identity(str(elsewhere / "reward.py"))
+    assert moved == code_identity(str(elsewhere.rename(project) / "reward.py"))
+
+
+def test_absolute_imports_within_a_package_are_followed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = project / "pack_of_test" / "scores"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "math.py").write_text("from pack_of_test.helpers import check\nimport torch\n")
+    (package.parent / "helpers.py").write_text("v1")
+    monkeypatch.syspath_prepend(str(project))
+    before = module_identity("pack_of_test.scores.math")
+    assert code_identity("pkg://pack_of_test.scores.math") == before
+    (package.parent / "helpers.py").write_text("v2")
+    assert module_identity("pack_of_test.scores.math") != before
+
+
+def test_many_imports_are_counted_instead_of_named(project: Path) -> None:
+    names = [f"part{number}" for number in range(30)]
+    for name in names:
+        (project / f"{name}.py").write_text("")
+    (project / "large.py").write_text("\n".join(f"import {name}" for name in names))
+    before = code_identity(str(project / "large.py"))
+    assert ", with 30 modules that it imports, digest " in before
+    (project / "part7.py").write_text("changed = 1")
+    assert code_identity(str(project / "large.py")) != before
+
+
+def test_modules_that_import_each_other_are_no_trap(project: Path) -> None:
+    (project / "one.py").write_text("import two")
+    (project / "two.py").write_text("import one")
+    assert "with two.py " in code_identity(str(project / "one.py"))
+
+
+def test_installed_packages_are_not_followed() -> None:
+    assert ", with " not in module_identity("verl.utils.reward_score.gsm8k")
+    assert ", with " not in module_identity("omegaconf")
+
+
+@pytest.mark.parametrize("key", ["class_name", "_target_"])
+def test_the_classes_that_a_tool_configuration_names_are_part_of_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.syspath_prepend(str(project))
+    module = project / f"tool_of_test_{key.strip('_')}.py"
+    module.write_text("class Tool: pass")
+    config = project / "tools.yaml"
+    config.write_text(f"tools:\n  - {key}: {module.stem}.Tool\n    config: {{type: native}}\n")
+    before = classes_identity(str(config))
+    module.write_text("class Tool: changed = True")
+    assert classes_identity(str(config)) != before
+    config.write_text("tools: [")
+    assert classes_identity(str(config)) == file_identity(str(config))

@@ -1,0 +1,153 @@
+"""What code *is*, by its source: the file that a setting names, and the modules of the same project that it imports.
+
+Nothing is imported or run: imports are read off the syntax tree and looked for beside the file and in its package.
+Installed packages are not followed; their versions are in the manifest.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import yaml
+
+from verl_rollout_skip.identity import file_identity, name_identity
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_NAMED, _FOLLOWED = 20, 1000
+# What the YAML files of tools, interactions and agent loops call the class that they configure.
+_CLASS_KEYS = ("class_name", "_target_")
+
+
+def code_identity(path: str) -> str:
+    """A source file, by its path or as pkg://package.module, and the project's own modules that it imports."""
+    if path.startswith("pkg://"):
+        return module_identity(path.removeprefix("pkg://").replace("/", "."))
+    file = Path(path.removeprefix("file://")).expanduser()
+    return file_identity(str(file)) + _imports_identity(file)
+
+
+def module_identity(name: str) -> str:
+    """The source of an importable module, and the project's own modules that it imports."""
+    file = _module_file(name)
+    return name_identity(name) if file is None else f"{name}, {file_identity(str(file))}{_imports_identity(file)}"
+
+
+def classes_identity(path: str) -> str:
+    """A configuration file, and the source of the classes that it names."""
+    try:
+        tree = yaml.safe_load(Path(path).expanduser().read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return file_identity(path)
+    modules = sorted({name.rpartition(".")[0] for name in _class_names(tree)} - {""})
+    return "; ".join([file_identity(path), *map(module_identity, modules)])
+
+
+def _class_names(tree: Any) -> Iterator[str]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if key in _CLASS_KEYS and isinstance(value, str):
+                yield value
+            else:
+                yield from _class_names(value)
+    elif isinstance(tree, list):
+        for item in tree:
+            yield from _class_names(item)
+
+
+def _module_file(name: str) -> Path | None:
+    """Where the source of a module is. Found without importing it or the packages that it is in."""
+    top, *inner = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    if not inner:
+        return Path(spec.origin)
+    found = (_file_in(Path(folder), inner) for folder in spec.submodule_search_locations or ())
+    return next((file for file in found if file is not None), None)
+
+
+def _imports_identity(file: Path) -> str:
+    """The modules that a file imports, directly or not; empty if it imports none of its own project."""
+    home = file.parent
+    digests = {}
+    for module in _imported(file):
+        digests[_relative(module, home)] = xxhash.xxh3_128(module.read_bytes()).hexdigest()
+    if not digests:
+        return ""
+    names = sorted(digests)
+    if len(names) <= _NAMED:
+        return ", with " + ", ".join(f"{name} {digests[name][:8]}" for name in names)
+    whole = xxhash.xxh3_128("\n".join(f"{name} {digests[name]}" for name in names).encode()).hexdigest()
+    return f", with {len(names)} modules that it imports, digest {whole}"
+
+
+def _imported(file: Path) -> set[Path]:
+    found: set[Path] = set()
+    waiting = [file]
+    while waiting and len(found) < _FOLLOWED:
+        for module in _imports_of(waiting.pop()):
+            if module not in found and module != file:
+                found.add(module)
+                waiting.append(module)
+    return found
+
+
+def _imports_of(file: Path) -> set[Path]:
+    if _INSTALLED & set(file.parts):
+        return set()
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return set()  # it is digested, and whatever cannot be parsed cannot be imported
+    return {module for folder, parts in _names(tree, file) for module in _modules(folder, parts)}
+
+
+def _names(tree: ast.AST, file: Path) -> Iterator[tuple[Path, list[str]]]:
+    """What is imported, as a folder to look in and the parts of a name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                for folder in _roots(file, alias.name):
+                    yield folder, alias.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            parts = node.module.split(".") if node.module else []
+            folders = [file.parents[node.level - 1]] if 0 < node.level <= len(file.parents) else []
+            for folder in folders if node.level else _roots(file, node.module or ""):
+                yield folder, parts
+                for alias in node.names:
+                    yield folder, [*parts, alias.name]
+
+
+def _roots(file: Path, name: str) -> list[Path]:
+    """Where an absolute import of a project is looked for: beside the file, and where its own package is."""
+    root = file.parent
+    while (root / "__init__.py").is_file() and root != root.parent:
+        root = root.parent
+    is_own_package = root != file.parent and name.split(".")[0] == file.relative_to(root).parts[0]
+    return [file.parent, root] if is_own_package else [file.parent]
+
+
+def _modules(folder: Path, parts: list[str]) -> Iterator[Path]:
+    """The module of a name, and the packages on the way to it, which are imported first."""
+    for length in range(1, len(parts) + 1):
+        file = _file_in(folder, parts[:length])
+        if file is not None:
+            yield file
+
+
+def _file_in(folder: Path, parts: list[str]) -> Path | None:
+    place = folder.joinpath(*parts)
+    candidates = (place / "__init__.py", place.with_name(f"{place.name}.py"))
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _relative(file: Path, home: Path) -> str:
+    return file.relative_to(home).as_posix() if file.is_relative_to(home) else "/".join(file.parts[-3:])
