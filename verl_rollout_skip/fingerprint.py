@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ BASELINE = "algorithm.adv_estimator adds greedy rollouts"
 ABSENT = "not set"
 LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 """They only say when a training ends, unless the learning rate follows a schedule over its whole length."""
+CHECKPOINT = "trainer.resume_from_path"
+"""It says which weights a training starts from, unless it is one of its own checkpoints, or is not looked at."""
 
 Flat = dict[str, Any]
 
@@ -51,7 +54,8 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
     """Take the fingerprint of a training's configuration. Reads the files that it names."""
     rollout: Flat = {}
     training: Flat = {}
-    for key, value in flatten(plain(config)):
+    flat = dict(flatten(plain(config)))
+    for key, value in flat.items():
         effect = rule_for(key).effect
         if value is None or value == {} or effect is Effect.NEITHER:
             continue  # a setting that is null, an empty block and one that is not there mean the same to verl
@@ -60,6 +64,8 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
         rollout[BASELINE] = True
     if not _learns_by_length(training):
         training = {key: value for key, value in training.items() if key not in LENGTH}
+    if CHECKPOINT in training and _is_own_checkpoint(flat):
+        del training[CHECKPOINT]
     rollout, training = mask(rollout), mask(training)
     for key, value in rollout.items():
         if UNREADABLE in str(value):
@@ -123,6 +129,13 @@ def _identities(key: str, value: Any) -> Flat:
         identities = [identify(str(name)) for name in names]
         found[f"{key}#{part}" if part else key] = identities if isinstance(value, list) else identities[0]
     return found
+
+
+def _is_own_checkpoint(config: Flat) -> bool:
+    if config.get("trainer.resume_mode", "resume_path") != "resume_path":
+        return True
+    own = os.path.abspath(str(config.get("trainer.default_local_dir") or ""))
+    return os.path.abspath(str(config[CHECKPOINT])).startswith(f"{own}{os.sep}")
 
 
 def _learns_by_length(training: Flat) -> bool:

@@ -396,7 +396,7 @@ class RolloutSkip:
     def _missing(self, wanted: range, missing: list[int], recorded: set[int]) -> str:
         fewer = f"train fewer steps (trainer.total_training_steps={missing[0] - 1}), " if missing[0] > wanted[0] else ""
         return (
-            f"The training would replay steps {describe_steps(wanted)}, and of these {describe_steps(missing)} "
+            f"The training would replay steps {wanted[0]} to {wanted[-1]}, and {describe_steps(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not recorded; recorded are {describe_steps(recorded)} "
             f"({self.places()}). {self._likely_cause(missing[0])} You can {fewer}record more (mode cache), or use mode "
             "repeat."

@@ -166,7 +166,9 @@ RULES: list[Rule] = [
         *("trainer.total_epochs", "trainer.total_training_steps"),
     ),
     *_rules(_TRAINING, "when the actor starts to learn", "trainer.critic_warmup"),
-    *_rules(_TRAINING, "the weights the training starts from", "trainer.resume_from_path"),
+    *_rules(
+        _TRAINING, "the weights the training starts from, if not one of its own checkpoints", "trainer.resume_from_path"
+    ),
     *_rules(_TRAINING, "which rows make up a mini-batch", "trainer.balance_batch"),
     *_rules(_TRAINING, "which training engine", "trainer.use_legacy_worker_impl"),
     *_rules(

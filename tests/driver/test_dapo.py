@@ -278,6 +278,29 @@ def test_a_reward_model_on_the_actor_s_devices_is_asked_after_each_generation_ba
     assert_same_training(plain, cached)
 
 
+def test_remax_and_a_reward_model_on_the_actor_s_devices_together(trainings: Trainings) -> None:
+    settings = (
+        "reward.reward_model.enable=True",
+        "algorithm.adv_estimator=remax",
+        "algorithm.filter_groups.metric=seq_reward",
+    )
+    plain = run(trainings, "off", *settings, score=only_score)
+    run(trainings, "record", *settings, score=only_score)
+    cached = run(trainings, "cache", *settings, score=only_score)
+    assert "generate asleep" not in plain.events
+    assert cached.generated == 0
+    assert_same_training(plain, cached)
+
+
+def test_a_dataset_with_uids_of_its_own_is_no_obstacle(trainings: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    get = RLHFDataset.__getitem__
+    monkeypatch.setattr(RLHFDataset, "__getitem__", lambda data, item: {**get(data, item), "uid": f"row {item}"})
+    plain = run(trainings, "record")
+    assert_same_training(plain, run(trainings, "replay"))
+
+
 def test_validation_is_generated(trainings: Trainings) -> None:
     validation = ("trainer.val_before_train=True", "trainer.test_freq=2")
     plain = run(trainings, "off", *validation)

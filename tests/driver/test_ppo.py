@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import Role
 
 from tests.driver.stand_ins import VERL, Actor
-from tests.driver.training import Trainings, assert_same_batches, assert_same_training
+from tests.driver.test_resume import checkpoint
+from tests.driver.training import Finished, SkipTrainer, Trainings, assert_same_batches, assert_same_training
 from verl_rollout_skip.errors import DumpError, EntryExistsError, EntryNotFoundError
 
 NO_LIMIT = "trainer.total_training_steps=null"
@@ -41,16 +43,57 @@ def test_a_recording_that_ended_early_is_completed(trainings: Trainings) -> None
 def test_a_replay_that_lacks_a_step_is_refused_before_it_begins(trainings: Trainings) -> None:
     trainings.run("record")
     trainings.forget((2, 0))
-    with pytest.raises(EntryNotFoundError, match=r"steps 1 to 3, and 2 are not recorded; recorded are 1, 3"):
+    with pytest.raises(EntryNotFoundError, match=r"steps 1 to 3, and 2 is not recorded; recorded are 1, 3"):
         trainings.make("replay")
+
+
+class OtherAnswers(SkipTrainer):
+    """An engine that samples anew each time, as real ones do."""
+
+    def init_workers(self) -> None:
+        super().init_workers()
+        self.workers.engine._rollout = OmegaConf.merge(self.workers.engine._rollout, {"temperature": 9.0})
+
+
+def off_policy(training: Finished) -> dict[int, float]:
+    """The metric of the steps that were loaded."""
+    name = "timing_s/rollout_skip/off_policy"
+    return {step: metrics[name] for step, metrics in training.metrics.items() if name in metrics}
 
 
 def test_record_never_overwrites(trainings: Trainings) -> None:
     recording = trainings.run("record")
-    again = trainings.run("record", fails=True)
-    assert isinstance(again.error, EntryExistsError)
-    assert again.generated == 0
+    with pytest.raises(EntryExistsError, match=r"Of the training's steps 1-3 are already recorded in .*mode 'refresh'"):
+        trainings.make("record")  # before any worker is started
     assert_same_training(recording, trainings.run("cache"))
+
+
+def test_a_recording_goes_on_behind_the_steps_that_are_recorded(trainings: Trainings) -> None:
+    trainings.run("record", "trainer.save_freq=1")
+    longer = "trainer.total_training_steps=4"
+    trainings.run("record", longer, *checkpoint(trainings, 1, 3))
+    assert [step for step, _ in trainings.recorded_keys] == [1, 2, 3, 4]
+
+
+def test_a_longer_training_with_a_constant_learning_rate_is_the_same_one(trainings: Trainings) -> None:
+    trainings.run("record", "trainer.total_training_steps=2")
+    longer = trainings.run("cache", "trainer.total_training_steps=4")
+    assert longer.hits == [1, 1, 0, 0]
+    assert off_policy(longer) == {1: 0, 2: 0}
+    assert not longer.said("off-policy")
+
+
+def test_rollouts_that_follow_a_step_generated_anew_are_off_policy_and_it_is_told(trainings: Trainings) -> None:
+    trainings.run("record", "trainer.total_training_steps=4")
+    trainings.forget((2, 0))
+    again = trainings.run("cache", "trainer.total_training_steps=4")
+    assert again.hits == [1, 0, 1, 1]
+    assert off_policy(again) == {1: 0, 3: 0, 4: 0}, "the same answers again: the training is the recorded one"
+    trainings.forget((2, 0))
+    other = trainings.run("cache", "trainer.total_training_steps=4", trainer=OtherAnswers)
+    assert off_policy(other) == {1: 0, 3: 1, 4: 1}
+    assert other.said("step 3, generation batch 0 was recorded after other rollouts")
+    assert other.said("2 loaded off-policy")
 
 
 def test_several_epochs_count_on(trainings: Trainings) -> None:

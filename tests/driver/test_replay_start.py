@@ -25,7 +25,8 @@ from verl_rollout_skip import RolloutSkipMixin
 from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.seams import SEAMS, find_seam
 
-ONE_REPLICA = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+# More devices than the replay has.
+LARGE_SERVERS = "actor_rollout_ref.rollout.tensor_model_parallel_size=4"
 
 
 class RealStart(VerlTrainer):  # type: ignore[misc, valid-type]
@@ -60,9 +61,9 @@ def ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_no_server_and_no_agent_loop_is_started(trainings: Trainings, ray_of_its_own: None) -> None:
-    recording = trainings.run("record", ONE_REPLICA)
+    recording = trainings.run("record", LARGE_SERVERS)
     roles = {Role.ActorRollout: ray.remote(Worker)}
-    replayed = trainings.run("replay", ONE_REPLICA, trainer=SkipRealStart, roles=roles)
+    replayed = trainings.run("replay", LARGE_SERVERS, trainer=SkipRealStart, roles=roles)
     actors = {actor["ActorClassName"] for actor in state.actors().values()}
     assert actors <= {"GlobalRequestLoadBalancer"}
     assert "sync" not in " ".join(replayed.events)
@@ -77,6 +78,7 @@ def without_engine(trainings: Trainings) -> DictConfig:
 
 def test_the_workers_know_every_setting_that_they_are_given(without_engine: DictConfig) -> None:
     rollout = omega_conf_to_dataclass(without_engine.actor_rollout_ref.rollout)
+    assert (rollout.tensor_model_parallel_size, rollout.data_parallel_size) == (1, 1), "no server, no devices for it"
     model = omega_conf_to_dataclass(without_engine.actor_rollout_ref.model, dataclass_type=HFModelConfig)
     kind = get_rollout_class(rollout.name, rollout.mode)
     engine = kind(config=rollout, model_config=model, device_mesh=None)

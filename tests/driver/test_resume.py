@@ -42,7 +42,7 @@ def test_a_replay_needs_only_the_steps_after_its_checkpoint(trainings: Trainings
     trainings.forget((1, 0), (2, 0))
     resumed = trainings.run("replay", *checkpoint(trainings, 1, 2))
     assert_same_training(plain, resumed, steps=[3])
-    with pytest.raises(EntryNotFoundError, match="would replay steps 2 to 3, and 2 are not recorded"):
+    with pytest.raises(EntryNotFoundError, match="would replay steps 2 to 3, and 2 is not recorded"):
         trainings.make("replay", *checkpoint(trainings, 1, 1))
 
 

@@ -218,3 +218,50 @@ def test_a_configuration_that_cannot_be_resolved_is_refused_by_key() -> None:
         ConfigError, match=r"cannot be resolved: .*A_VARIABLE_THAT_NOBODY_SET(.|\n)*full_key: data\.seed"
     ):
         make_fingerprint(config)
+
+
+OPTIM = {"lr": 1e-6, "lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("optim", "counts"),
+    [
+        ({"lr_scheduler_type": "constant"}, False),
+        ({"lr_decay_style": "constant"}, False),
+        ({"warmup_style": "constant"}, False),
+        ({"lr_scheduler_type": "constant", "lr_warmup_steps_ratio": 0.1, "lr_warmup_steps": 10}, False),
+        ({"lr_scheduler_type": "constant", "lr_warmup_steps_ratio": 0.1}, True),
+        ({"lr_scheduler_type": "cosine"}, True),
+        ({"lr_scheduler_type": "constant", "warmup_style": "cosine"}, True),
+        ({}, True),
+    ],
+)
+def test_a_longer_training_is_another_one_only_if_its_learning_rate_knows_the_length(
+    optim: dict[str, Any], counts: bool
+) -> None:
+    short, long = (
+        make_fingerprint(
+            {
+                "actor_rollout_ref": {"actor": {"optim": {**OPTIM, **optim}}},
+                "trainer": {"total_training_steps": steps, "total_epochs": steps},
+            }
+        )
+        for steps in (2, 4)
+    )
+    assert short.config_hash == long.config_hash
+    assert (short.training_hash != long.training_hash) is counts
+
+
+@pytest.mark.parametrize(
+    ("trainer", "counts"),
+    [
+        ({"resume_mode": "resume_path", "resume_from_path": "/runs/a/global_step_2"}, False),
+        ({"resume_mode": "resume_path", "resume_from_path": "/runs/ab/global_step_2"}, True),
+        ({"resume_mode": "auto", "resume_from_path": "/runs/b/global_step_2"}, False),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_another_start(trainer: dict[str, str], counts: bool) -> None:
+    plain, resumed = (
+        make_fingerprint({"trainer": {"default_local_dir": "/runs/a", **more}}).training_hash for more in ({}, trainer)
+    )
+    assert (plain != resumed) is counts

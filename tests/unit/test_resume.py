@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.trainings import Training
+from tests.trainings import Engine, Training, inputs_of, never
 from verl_rollout_skip import RolloutKey
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
 from verl_rollout_skip.resume import _trainer_class, plan_resumption
@@ -65,3 +65,32 @@ def test_a_trainer_that_cannot_be_found_is_an_error_that_names_the_way_out(train
         object.__setattr__(manifest, "trainer", name)
         with pytest.raises(UnsupportedTrainerError, match=r"rollout_skip\.source="):
             _trainer_class(manifest)
+
+
+@pytest.mark.parametrize("settings", [{"reward": "recompute"}, {"on_mismatch": "reuse"}])
+def test_a_training_that_took_rollouts_from_elsewhere_is_not_taken_for_a_whole_one(
+    training: Training, settings: dict[str, str]
+) -> None:
+    training.record(RolloutKey(3), skip=settings)
+    ((key, value),) = settings.items()
+    with pytest.raises(
+        ConfigError, match=rf"started with rollout_skip\.{key}={value}: it took rollouts from elsewhere"
+    ):
+        plan_resumption(manifest_of(training), [])
+    usual = {"reward": "recorded", "on_mismatch": "new"}[key]
+    config = plan_resumption(manifest_of(training), [f"rollout_skip.{key}={usual}"]).config
+    assert config.rollout_skip[key] == usual
+
+
+def test_the_command_to_go_on_is_printed_only_where_everything_is_in_one_place(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    training.record(RolloutKey(1))
+    assert caplog.text.count("to go on from here: rollout-skip resume") == 1
+    (training.folder / "inputs" / "reward.py").write_text("v2")
+    with training.open("cache", {"reward": "recompute"}) as skip:
+        skip.step(RolloutKey(1), inputs_of(RolloutKey(1)), never)
+        skip.step(RolloutKey(2), inputs_of(RolloutKey(2)), Engine())
+    assert "1 dumped" in caplog.text
+    assert caplog.text.count("to go on from here: rollout-skip resume") == 1
