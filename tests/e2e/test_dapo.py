@@ -46,12 +46,15 @@ def test_every_generation_batch_of_a_step_is_recorded_under_its_own_key(recorded
     assert RolloutStore(variant_in(dumps)).keys() == expected
 
 
-def test_a_replay_repeats_the_training_to_the_last_bit(dapo: Trainings, recorded: Finished, dumps: Path) -> None:
-    replayed = dapo.run("replay", *SETTINGS, "rollout_skip.mode=replay", f"rollout_skip.dump_dir={dumps}")
-    assert replayed.trace("generate") == []
-    assert_same_results(recorded, replayed)
-    assert_same_weights(recorded, replayed, STEPS)
-    assert replayed.timing("rollout_skip/hit") == {1: 1.0, 2: 1.0, 3: 1.0}
+@pytest.mark.parametrize("mode", ["cache", "replay"])
+def test_from_its_dumps_the_training_repeats_to_the_last_bit(
+    dapo: Trainings, recorded: Finished, dumps: Path, mode: str
+) -> None:
+    again = dapo.run(mode, *SETTINGS, f"rollout_skip.mode={mode}", f"rollout_skip.dump_dir={dumps}")
+    assert again.trace("generate") == []
+    assert_same_results(recorded, again)
+    assert_same_weights(recorded, again, STEPS)
+    assert again.timing("rollout_skip/hit") == {1: 1.0, 2: 1.0, 3: 1.0}
 
 
 def test_killed_within_a_step_it_goes_on_and_ends_as_if_it_had_not_been(

@@ -91,6 +91,7 @@ def test_missing_steps_are_generated_with_the_weights_of_their_time(
         store.delete(RolloutKey(step))
     partial = trainings.run("partial", *GRPO, CACHE, f"rollout_skip.dump_dir={own_dumps}")
     assert partial.hits() == [1, 3]
+    assert partial.timing("rollout_skip/off_policy") == {1: 0.0, 2: None, 3: 0.0, 4: None}
     assert partial.trace("sync") == [1, 3]
     assert partial.trace("generate") == [1] * ROWS + [3] * ROWS
     assert_same_results(unskipped, partial)

@@ -48,6 +48,7 @@ def test_another_reward_function_scores_the_recorded_responses_and_filters_by_th
     dapo: Trainings, recorded: Finished, dumps: str
 ) -> None:
     other = dapo.run("other", *DAPO, dumps, "rollout_skip.mode=cache", RECOMPUTE, PARITY)
+    assert any("the reward is another one than it was recorded with" in text for text in other.messages)
     assert other.timing("rollout_skip/hit")[1] > 0
     for row in rows(other):
         expected = parity_reward.compute_score("", row["output"], row["gts"])
