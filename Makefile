@@ -3,12 +3,15 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 PYTEST_ARGS ?=
+# How many tests run at once. An end-to-end test takes a core and up to 5 GB.
+WORKERS ?= 2
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-check
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
+# The tests of a file share what they have recorded. In the order of the folders the long ones come first.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The stamp's name holds a checksum of what is installed: another setup.cfg is another stamp.
 STAMP := $(VENV)/.ready-$(shell (cat setup.cfg; echo '$(TORCH)') | cksum | cut -d' ' -f1)
