@@ -76,6 +76,11 @@ class SkipConfig:
             return self.mode is not Mode.REPLAY
         return self.engine is Engine.ON
 
+    @property
+    def loads_rewards(self) -> bool:
+        """Whether every reward comes from disk, so that nothing has to be able to compute one."""
+        return not self.mode.generates and self.reward is Reward.RECORDED
+
     @classmethod
     def from_config(cls, config: DictConfig | Mapping[str, Any]) -> SkipConfig:
         """Read the block ``rollout_skip`` and the two keys that users know; raise ``ConfigError`` on anything wrong."""

@@ -99,9 +99,12 @@ class NoWeightSync:
         pass
 
 
-def without_engine(config: DictConfig) -> DictConfig:
-    """A copy of a training's configuration that starts no inference engine and validates nothing."""
-    changed = copy.deepcopy(config)
+def without_engine(config: DictConfig, loads_rewards: bool) -> DictConfig:
+    """A copy of a training's configuration that starts no inference engine and validates nothing.
+
+    ``loads_rewards``: recorded rewards are used, so a reward model whose scores they are is not started either.
+    """
+    changed = without_reward_model(config) if loads_rewards else copy.deepcopy(config)
     if changed.trainer.get("val_only", False):
         raise ConfigError(
             "trainer.val_only is True: validation generates, and this mode starts no engine. Use "
@@ -128,6 +131,20 @@ def without_engine(config: DictConfig) -> DictConfig:
             )
         trainer.val_before_train = False
         trainer.test_freq = -1
+    return changed
+
+
+def without_reward_model(config: DictConfig) -> DictConfig:
+    """A copy of a configuration without a reward model on devices of its own: its scores are part of the rollouts.
+
+    One that shares the actor's devices scores after the rollout, so it is needed as ever.
+    """
+    changed = copy.deepcopy(config)
+    model = OmegaConf.select(changed, "reward.reward_model")
+    if model is not None and model.get("enable") and model.get("enable_resource_pool"):
+        logger.info("the reward model is not started: its scores are recorded (rollout_skip.reward=recompute asks it)")
+        with open_dict(changed):
+            model.enable = model.enable_resource_pool = False
     return changed
 
 

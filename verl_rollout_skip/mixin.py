@@ -146,8 +146,9 @@ class RolloutSkipMixin:
         """What the trainer and its workers get to see."""
         config = copy.deepcopy(config)
         take_out_skip_keys(config)
-        if not self.rollout_skip.settings.starts_engine:
-            config = self._seam.without_engine(config)
+        settings = self.rollout_skip.settings
+        if not settings.starts_engine:
+            config = self._seam.without_engine(config, settings.loads_rewards)
         return config
 
     def _check_recorded_steps(self) -> None:

@@ -15,6 +15,8 @@ from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_cr
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from verl_rollout_skip.config import SkipConfig
+from verl_rollout_skip.engine import without_reward_model
 from verl_rollout_skip.trainers import SkipPPOTrainer
 from verl_rollout_skip.v1.seam import use_skip_trainer
 
@@ -28,7 +30,8 @@ class SkipTaskRunner(BaseTaskRunner):
         OmegaConf.resolve(config)
         _, ray_worker_group_cls = self.add_actor_rollout_worker(config)
         self.add_critic_worker(config)
-        self.add_reward_model_resource_pool(config)
+        resources = _resources(config)
+        self.add_reward_model_resource_pool(resources)
         self.add_teacher_model_resource_pool(config)
         validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
@@ -38,7 +41,7 @@ class SkipTaskRunner(BaseTaskRunner):
             tokenizer=model.tokenizer,
             processor=model.processor,
             role_worker_mapping=self.role_worker_mapping,
-            resource_pool_manager=self.init_resource_pool_mgr(config),
+            resource_pool_manager=self.init_resource_pool_mgr(resources),
             ray_worker_group_cls=ray_worker_group_cls,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
@@ -60,6 +63,12 @@ def train(config: DictConfig, task_runner: type = SkipTaskRunner) -> None:
         run_ppo(config, task_runner_class=TaskRunnerV1)
     else:
         run_ppo(config, task_runner_class=ray.remote(task_runner))
+
+
+def _resources(config: DictConfig) -> DictConfig:
+    """The configuration by which devices are set aside: none for a reward model that a replay does not start."""
+    settings = SkipConfig.from_config(config)
+    return config if settings.starts_engine or not settings.loads_rewards else without_reward_model(config)
 
 
 def _dataset(config: DictConfig, model: Any, is_train: bool) -> Any:

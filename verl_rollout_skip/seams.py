@@ -41,11 +41,11 @@ class Seam:
             )
         return found
 
-    def without_engine(self, config: DictConfig) -> DictConfig:
+    def without_engine(self, config: DictConfig, loads_rewards: bool) -> DictConfig:
         """A copy of a training's configuration that starts no inference engine."""
         from verl_rollout_skip.engine import without_engine
 
-        changed = without_engine(config)
+        changed = without_engine(config, loads_rewards)
         rollout, model = changed.actor_rollout_ref.rollout, changed.actor_rollout_ref.model
         with open_dict(changed):
             if not self.takes_weight_sync:
@@ -77,8 +77,8 @@ class OldSeam(Seam):
         uses_agent_loops = getattr(trainer, "async_rollout_mode", False)
         return Seam("async_rollout_manager" if uses_agent_loops else "actor_rollout_wg").generator(trainer)
 
-    def without_engine(self, config: DictConfig) -> DictConfig:
-        changed = super().without_engine(config)
+    def without_engine(self, config: DictConfig, loads_rewards: bool) -> DictConfig:
+        changed = super().without_engine(config, loads_rewards)
         rollout = changed.actor_rollout_ref.rollout
         with open_dict(changed):
             # This version names the manager of its agent loops in the code, but it can manage none of them.

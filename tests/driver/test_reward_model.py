@@ -37,3 +37,23 @@ def test_validation_with_it_wakes_and_syncs_the_engine_as_verl_does(trainings: T
     plain = trainings.run(None, REWARD_MODEL, *validation)
     trainings.run("record", REWARD_MODEL, *validation)
     assert_same_training(plain, trainings.run("cache", REWARD_MODEL, *validation))
+
+
+@pytest.mark.skipif(VERL < (0, 9), reason="which settings turn it off is known of verl 0.9.1")
+def test_a_replay_does_not_start_a_reward_model_whose_scores_are_recorded(trainings: Trainings) -> None:
+    on_its_own = (REWARD_MODEL, "reward.reward_model.enable_resource_pool=True")
+    recording = trainings.run("record", *on_its_own)
+    assert recording.trainer.use_rm
+    replayed = trainings.run("replay", *on_its_own)
+    assert not replayed.trainer.use_rm
+    assert replayed.said("the reward model is not started: its scores are recorded")
+    assert_same_training(recording, replayed)
+    assert trainings.make("replay", *on_its_own, "rollout_skip.reward=recompute").use_rm
+    assert trainings.make("cache", *on_its_own).use_rm
+
+
+def test_a_replay_starts_a_reward_model_that_scores_after_the_rollout(trainings: Trainings) -> None:
+    recording = trainings.run("record", REWARD_MODEL)
+    replayed = trainings.run("replay", REWARD_MODEL)
+    assert replayed.trainer.use_rm
+    assert_same_training(recording, replayed)

@@ -61,7 +61,8 @@ class DriverOnly:
         if self.async_rollout_mode:
             self.async_rollout_manager = workers.engine
         if not SYNCS_BY_ITSELF:
-            workers.engine.echoes = self.use_rm  # type: ignore[attr-defined]
+            model = OmegaConf.select(self.config, "reward.reward_model") or {}
+            workers.engine.echoes = self.use_rm and not model.get("enable_resource_pool")  # type: ignore[attr-defined]
             self.reward_loop_manager = workers.reward_model
             self.checkpoint_manager = workers.checkpoint_manager
             chosen = self.config.actor_rollout_ref.rollout.get("checkpoint_manager_class")

@@ -20,9 +20,9 @@ class NoReplicas(NoWeightSync):
         pass
 
 
-def remove_engine(config: DictConfig) -> None:
+def remove_engine(config: DictConfig, loads_rewards: bool) -> None:
     """Change a configuration in place so that no server and no agent loop is started and nothing is validated."""
-    changed = without_engine(config)
+    changed = without_engine(config, loads_rewards)
     with open_dict(config):
         for block in changed:
             config[block] = changed[block]

@@ -69,7 +69,7 @@ class RolloutSkipMixin:
         with open_dict(config):
             config.trainer.v1.trainer_mode = mode
         if not self.rollout_skip.settings.starts_engine:
-            remove_engine(config)
+            remove_engine(config, self.rollout_skip.settings.loads_rewards)
         if self.rollout_skip.settings.mode is Mode.REPLAY:
             asynchronous.keep_roles(config)
         super().__init__(config)  # type: ignore[call-arg]
