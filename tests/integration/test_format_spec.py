@@ -53,7 +53,7 @@ def test_the_reader_is_independent() -> None:
 
 
 def test_it_finds_the_entries(variant: Path) -> None:
-    assert format_reader.keys(variant) == [(key.step, key.gen_batch) for key in RolloutStore(str(variant)).keys()]
+    assert format_reader.keys(variant) == [(key.step, key.gen_batch) for key in RolloutStore(str(variant))]
 
 
 def test_it_gets_the_same_tokens_scores_and_columns(variant: Path, entries: list[Entry]) -> None:
