@@ -1,0 +1,232 @@
+"""A reader of dumps that was written after docs/format.md and shares nothing with the package.
+
+It knows what the tests record: the forms of numbers that verl's rollouts have, and cells of plain JSON. Everything
+is read into lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+_CODES = {"torch.int64": "q", "torch.int32": "i", "torch.float32": "f", "torch.float64": "d"}
+
+
+class DamagedError(Exception):
+    """A file is not as it was written."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A manifest, recording or record, if its checksum is right."""
+    data = path.read_bytes()
+    body, _, end = data.rpartition(b',\n  "checksum": "')
+    if end != xxhash.xxh3_128(body + b"\n}").hexdigest().encode() + b'"\n}\n':
+        raise DamagedError(f"{path}: its checksum is wrong")
+    fields: dict[str, Any] = json.loads(data)
+    if fields.get("format_version", 1) > 1:
+        raise DamagedError(f"{path}: it is of a later version")
+    return fields
+
+
+def canonical_hash(flat: dict[str, Any]) -> str:
+    """The hash of a fingerprint."""
+    return hashlib.sha256(json.dumps(_whole(flat), sort_keys=True).encode("ascii")).hexdigest()
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value == int(value) else value
+
+
+def variants(dump_dir: Path) -> dict[Path, dict[str, Any]]:
+    """The manifests below a dump_dir by variant folder."""
+    return {path.parent: read_json(path) for path in sorted(dump_dir.glob("*/*/manifest.json"))}
+
+
+def recordings(variant: Path) -> list[dict[str, Any]]:
+    return [read_json(path) for path in sorted(variant.glob("recordings/[!.]*.json"))]
+
+
+def keys(variant: Path) -> list[tuple[int, int]]:
+    """Step and generation batch of each committed entry."""
+    found = []
+    for path in variant.glob("step_*/gen_*.parquet"):
+        if re.fullmatch(r"step_\d{6,}", path.parent.name) and re.fullmatch(r"gen_\d{3,}\.parquet", path.name):
+            found.append((int(path.parent.name[5:]), int(path.name[4:-8])))
+    return sorted(found)
+
+
+class Entry:
+    """One rollout: its record, and its output and input as lists by key."""
+
+    def __init__(self, variant: Path, step: int, gen_batch: int) -> None:
+        folder, name = variant / f"step_{step:06d}", f"gen_{gen_batch:03d}"
+        data = (folder / f"{name}.parquet").read_bytes()
+        digest = xxhash.xxh3_128(data).hexdigest()
+        candidates = [folder / f"{name}.json", *folder.glob(f".{name}.*.json")]
+        records = [read_json(path) for path in candidates if path.exists()]
+        fitting = [record for record in records if record["digest"] == digest]
+        if not fitting:
+            raise DamagedError(f"{folder / name}.parquet: no record has its digest")
+        self.record = fitting[0]
+        self.table = pq.read_table(pa.BufferReader(data))
+        self.row_groups = pq.ParquetFile(pa.BufferReader(data)).num_row_groups
+        self.description = json.loads(self.table.schema.metadata[b"rollout_skip"])
+        self.output = self._part("output", "skip__prompt_length", "skip__response_length")
+        self.input = self._part("input", "skip__input_length", "skip__input_response_length")
+
+    def column(self, name: str) -> list[Any]:
+        values: list[Any] = self.table[name].to_pylist()
+        return values
+
+    def meta(self, part: str) -> dict[str, Any]:
+        return {str(key): value for key, value in json.loads(self.description[part]["meta"]["json"])}
+
+    def content(self) -> str:
+        """The digest of the recorded values, for a file of one row group."""
+        assert self.row_groups == 1
+        digest = xxhash.xxh3_128()
+        by_name = {}
+        for part in ("output", "input"):
+            described = self.description[part]
+            if described is None:
+                continue
+            lasting = [pair for pair in json.loads(described["meta"]["json"]) if pair[0] != "timing"]
+            text = json.dumps(lasting, ensure_ascii=False, separators=(",", ":"))
+            described = {**described, "meta": {**described["meta"], "json": text}}
+            for listed in ("order", "arrays", "numbers", "objects"):
+                described[listed] = sorted(json.dumps(item, sort_keys=True) for item in described[listed])
+            digest.update(json.dumps(described, sort_keys=True).encode())
+            for item in (*self.description[part]["numbers"], *self.description[part]["objects"]):
+                columns = [name for name in (item["column"], item.get("alias")) if name in self.table.column_names]
+                if columns and columns[0] not in by_name:
+                    by_name[columns[0]] = self._buffers([] if item["path"][-1] == "uid" else columns)
+        for name in sorted(by_name):
+            digest.update(by_name[name])
+        return digest.hexdigest()
+
+    def prompt_digests(self) -> list[str]:
+        """One digest for each row of an input without tensors."""
+        objects = sorted(self.description["input"]["objects"], key=lambda item: item["path"])
+        digests = [xxhash.xxh3_128() for _ in range(self.description["rows"])]
+        for item in objects:
+            if item["path"][-1] == "uid":
+                continue
+            for digest, cell in zip(digests, self.column(item["column"]), strict=True):
+                digest.update(f"{tuple(item['path'])}={cell!r};".encode())
+        return [digest.hexdigest() for digest in digests]
+
+    def identity(self) -> str:
+        """The digest of what a training learns from, for padded tensors."""
+        digest = xxhash.xxh3_128()
+        for name in ("responses", "rm_scores"):
+            rows = self.output.get(name)
+            if rows is not None:
+                (item,) = [item for item in self.description["output"]["numbers"] if item["path"] == [name]]
+                kind = f"torch.{item['element']['name']}"
+                digest.update(f"{name} {kind} {(len(rows), *item['shape'])}".encode())
+                digest.update(array(_CODES[kind], [value for row in rows for value in row]).tobytes())
+        return digest.hexdigest()
+
+    def _buffers(self, columns: list[str]) -> bytes:
+        digest = xxhash.xxh3_128()
+        for name in columns:
+            values = pa.array(self.column(name), self.table.schema.field(name).type)
+            for buffer in values.buffers():
+                if buffer is not None:
+                    digest.update(buffer)
+        return digest.digest()
+
+    def _part(self, name: str, prompt_length: str, response_length: str) -> dict[str, Any]:
+        part = self.description[name]
+        if part is None:
+            return {}
+        lengths = None
+        if part["spans"] is not None:
+            lengths = list(zip(self.column(prompt_length), self.column(response_length), strict=True))
+        found: dict[str, Any] = {}
+        # Tensors that follow from others come after those.
+        for item in sorted(part["numbers"], key=lambda item: item["form"] in _DERIVED):
+            found[".".join(item["path"])] = self._numbers(item, part["spans"], lengths, found)
+        for item in part["objects"]:
+            cells = self.column(item["column"])
+            found[".".join(item["path"])] = [_cell(cell) for cell in cells] if item["cells"] == "json" else cells
+        return found
+
+    def _numbers(self, item: dict[str, Any], spans: Any, lengths: Any, found: dict[str, Any]) -> list[Any]:
+        form, path = item["form"], ".".join(item["path"])
+        if form in ("dense", "jagged"):
+            return self.column(item["column"])
+        if form == "same":
+            source = found if item["of"] else self.output
+            same: list[Any] = source[item["of"] or path]
+            return same
+        if form in ("concat", "jagged_concat"):
+            return [[*left, *right] for left, right in zip(found["prompts"], found["responses"], strict=True)]
+        if form == "jagged_positions":
+            pairs = zip(found["prompts"], found["responses"], strict=True)
+            return [list(range(len(left) + len(right))) for left, right in pairs]
+        if form == "positions":
+            return [_positions(item["rule"], spans, *row) for row in lengths]
+        windows = [_window(item["window"], spans, *row) for row in lengths]
+        if form == "mask":
+            return [[int(first <= place < last) for place in range(width)] for first, last, width in windows]
+        if form == "ragged" and item["axis"] == 0 and len(item["shape"]) == 1:
+            rows = zip(self.column(item["column"]), windows, strict=True)
+            pad = _pad(item)
+            return [[*[pad] * first, *row, *[pad] * (width - last)] for row, (first, last, width) in rows]
+        raise NotImplementedError(f"{path} has the form {form}")
+
+
+_DERIVED = ("concat", "jagged_concat", "jagged_positions", "same")
+
+
+def _window(window: str, spans: tuple[int, int], prompt: int, response: int) -> tuple[int, int, int]:
+    wide, after = spans
+    if window == "prompt":
+        return wide - prompt, wide, wide
+    if window == "response":
+        return 0, response, after
+    return wide - prompt, wide + response, wide + after
+
+
+def _positions(rule: str, spans: tuple[int, int], prompt: int, response: int) -> list[int]:
+    places = [max(place - (spans[0] - prompt), 0) for place in range(sum(spans))]
+    return [min(place, max(prompt + response - 1, 0)) for place in places] if rule == "counted" else places
+
+
+def _pad(item: dict[str, Any]) -> Any:
+    """The padding value from its bits."""
+    kind = {"float32": "f", "float64": "d"}.get(item["element"]["name"])
+    size = {"f": 4, "d": 8}.get(kind or "")
+    return (
+        item["pad"] if size is None else array(str(kind), (item["pad"] % 2 ** (8 * size)).to_bytes(size, "little"))[0]
+    )
+
+
+def _cell(text: str | None) -> Any:
+    if text is None:
+        return None
+    if '"$type"' in text:
+        raise NotImplementedError(text)
+    return json.loads(text)
+
+
+def history(entries: list[Entry], step: int) -> str:
+    """What the training had learned from before a step, if it recorded all steps from the first."""
+    known = "start"
+    for earlier in range(1, step):
+        identities = [entry.identity() for entry in entries if entry.record["key"]["step"] == earlier]
+        known = xxhash.xxh3_128("\n".join([known, *identities]).encode()).hexdigest()
+    return known

@@ -1,0 +1,37 @@
+"""docs/troubleshooting.md quotes what the package says: each quoted message stands in its source.
+
+``…`` in a quotation is a value that is filled in.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.documents import ROOT, messages
+
+DOCUMENT = ROOT / "docs" / "troubleshooting.md"
+SAID = messages()
+
+
+def quotations() -> list[str]:
+    """The messages of the first column. What verl says is marked as such."""
+    rows = [line.split("|")[1] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    return [quoted for row in rows if "(by verl)" not in row for quoted in re.findall(r"`([^`]+)`", row)]
+
+
+def is_said(quotation: str) -> bool:
+    pattern = ".+?".join(re.escape(piece) for piece in re.split(r"\s*…\s*", quotation))
+    return any(re.search(pattern, message, re.DOTALL) for message in SAID)
+
+
+@pytest.mark.parametrize("quotation", quotations())
+def test_a_quoted_message_is_what_the_package_says(quotation: str) -> None:
+    assert is_said(quotation), f"nothing in verl_rollout_skip says {quotation!r}"
+
+
+def test_a_message_that_nobody_says_is_noticed() -> None:
+    assert len(quotations()) > 60
+    assert is_said("a dump failed, the training goes on:")
+    assert not is_said("Step 1 went by without a rollout step through")
