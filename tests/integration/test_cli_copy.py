@@ -138,7 +138,9 @@ def test_an_interrupted_copy_has_whole_entries_only_and_goes_on(
     [variant] = copy(capsys, many, target)
     assert variant["copied"] + variant["present"] == 60
     assert main(["prune", str(target), "--leftovers", "--yes"]) == 0
-    assert contents(target) == contents(many)
+    # Killed after a commit and before its last step, it leaves a record twice; prune lets such a file be for a day.
+    assert leftovers(target) == []
+    assert {name: data for name, data in contents(target).items() if "/." not in name} == contents(many)
 
 
 def test_a_damaged_entry_is_not_copied_and_the_others_are(many: Path, tmp_path: Path, capsys: Any) -> None:
