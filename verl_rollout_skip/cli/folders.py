@@ -103,11 +103,27 @@ class Place:
         """The same as ``keys``; none is an error that says what there is."""
         found = self.keys(variant)
         if not found:
-            steps = describe_steps({key.step for key in variant.entries})
-            held = f"holds steps {steps}" if steps else "holds nothing"
-            wanted = f"steps {self.steps}" if self.is_part else "anything"
-            raise EntryNotFoundError(f"{variant.path} does not hold {wanted}; it {held}.")
+            raise self._not_found([variant])
         return found
+
+    def check_chosen(self) -> None:
+        """Raise if some steps are meant and no variant holds any of them."""
+        if self.is_part and not any(self.keys(variant) for variant in self.variants):
+            raise self._not_found(self.variants)
+
+    def _not_found(self, variants: list[Variant]) -> EntryNotFoundError:
+        keys = {key for variant in variants for key in variant.entries}
+        batches = sorted(key.gen_batch for key in keys if key.step in self.steps)
+        wanted, held = f"steps {self.steps}" if self.is_part else "anything", "nothing"
+        if self.gen_batch is not None and batches:
+            wanted, held = f"generation batch {self.gen_batch} of step {self.steps}", f"generation batches {batches}"
+        elif keys:
+            held = f"steps {describe_steps({key.step for key in keys})}"
+        if len(variants) == 1:
+            return EntryNotFoundError(f"{variants[0].path} does not hold {wanted}; it holds {held}.")
+        return EntryNotFoundError(
+            f"None of the {len(variants)} variants in {self.path} holds {wanted}; they hold {held}."
+        )
 
 
 def find_place(path: str, steps: str | None = None) -> Place:
