@@ -211,6 +211,53 @@ def test_an_error_is_one_line_and_exit_code_2(recorded: Training, capsys: Any, a
     assert words in output.err
 
 
+COMMANDS_WITH_STEPS = {
+    "ls": [],
+    "stats": [],
+    "verify": [],
+    "show": [],
+    "report": ["-o", "{out}/report.html"],
+    "export": ["-o", "{out}/texts"],
+    "copy": ["{out}/copy"],
+    "diff": ["{variant}"],
+    "prune": ["--yes"],
+    "pin": [],
+}
+
+
+@pytest.mark.parametrize("command", list(COMMANDS_WITH_STEPS))
+def test_a_step_that_is_not_recorded_is_an_error_that_says_what_is(
+    recorded: Training, tmp_path: Path, capsys: Any, command: str
+) -> None:
+    variant = by_temperature(recorded)[1.0]
+    rest = [word.format(out=tmp_path, variant=variant) for word in COMMANDS_WITH_STEPS[command]]
+    ways = [[f"{variant}/step_000099"]]
+    if command != "show":
+        ways.append([str(variant), "--steps", "99"])
+    for path, *options in ways:
+        assert main([command, path, *rest, *options]) == 2
+        output = capsys.readouterr()
+        assert (output.out, output.err.count("\n")) == ("", 1)
+        assert f"{variant} does not hold steps 99; it holds steps 1-2." in output.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "verify", "show", "copy"])
+def test_a_generation_batch_that_is_not_recorded_is_an_error(
+    recorded: Training, tmp_path: Path, capsys: Any, command: str
+) -> None:
+    variant = by_temperature(recorded)[1.0]
+    rest = [word.format(out=tmp_path) for word in COMMANDS_WITH_STEPS[command]]
+    assert main([command, f"{variant}/step_000001/gen_007.parquet", *rest]) == 2
+    assert "does not hold generation batch 7 of step 1; it holds generation batches [0, 1]." in capsys.readouterr().err
+
+
+def test_steps_of_several_variants_must_be_in_one_of_them(recorded: Training) -> None:
+    assert run("verify", recorded.dumps, "--steps", 2).returncode == 0
+    done = run("verify", recorded.dumps, "--steps", 99)
+    assert_one_line_error(done, "None of the 2 variants in", "holds steps 99; they hold steps 1-2.")
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_a_folder_that_may_not_be_read_is_one_line(tmp_path: Path, command: str) -> None:
     closed = tmp_path / "closed"

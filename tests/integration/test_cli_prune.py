@@ -310,7 +310,7 @@ def begin(training: Training, days: float = 0, **changes: Any) -> Path:
 
 def prune_steps(variant: Path) -> None:
     with RolloutStore(variant) as store:
-        for key in store.keys():
+        for key in list(store):
             store.delete(key)
 
 

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> Result:
     place = find_place(parsed.src, parsed.steps)
+    place.check_chosen()
     if parsed.jobs < 1:
         raise ConfigError(f"--jobs is {parsed.jobs}; give 1 or more.")
     work = [(variant, target, place.keys(variant)) for variant, target in _destinations(place, parsed.dst)]

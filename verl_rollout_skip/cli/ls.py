@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> Result:
     place = find_place(parsed.path, parsed.steps)
+    place.check_chosen()
     runs: dict[str, dict[str, Any]] = {}
     first: dict[str, Variant] = {}
     for variant in place.variants:

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> Result:
     place = find_place(parsed.path, parsed.steps)
+    place.check_chosen()
     variants = [_variant(place, variant, parsed.json) for variant in place.variants]
     damaged = any(variant["unreadable"] for variant in variants)
     return Result({"variants": variants}, 1 if damaged else 0)
