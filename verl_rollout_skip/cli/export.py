@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "datasets.load_from_disk. Special tokens are left out of the text, as verl does. The digest of each entry is "
         "checked; a file appears when it is complete.",
         "  rollout-skip export /data/dumps/RUN/VARIANT -o texts --format jsonl\n"
-        "  rollout-skip export /data/dumps/RUN/VARIANT -o texts.parquet --format parquet --steps 1-2\n"
+        "  rollout-skip export /data/dumps/RUN/VARIANT -o first --steps 1\n"
+        "  rollout-skip export /data/dumps/RUN/VARIANT -o a.parquet --format parquet\n"
         "  rollout-skip export /data/dumps/RUN/VARIANT -o dataset --format dataset",
     )
     add_path(parser)
