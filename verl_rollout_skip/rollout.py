@@ -173,7 +173,7 @@ class RolloutSkip:
             if self._recorder is not None:
                 self._recorder.close()
         finally:
-            if self.settings.mode is not Mode.OFF:
+            if self.statistics.hits or self.statistics.misses or self.statistics.dump_failures:
                 logger.info("%s", self.summary())
             if self._recorder is not None and self.statistics.dumped:
                 logger.info("to go on from here: rollout-skip resume %s/manifest.json", self._recorder.folder)

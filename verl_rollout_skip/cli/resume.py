@@ -37,10 +37,12 @@ def run(parsed: argparse.Namespace) -> Result:
     from verl_rollout_skip.entries import describe_steps
     from verl_rollout_skip.messages import show_messages
     from verl_rollout_skip.resume import plan_resumption, run_resumption
-    from verl_rollout_skip.rollout import RolloutSkip
 
     show_messages()
     resumption = plan_resumption(parsed.manifest, parsed.overrides)
+    # Imported late: torch takes seconds, and a wrong path should not.
+    from verl_rollout_skip.rollout import RolloutSkip
+
     with RolloutSkip.open(resumption.config) as skip:
         steps = describe_steps({key.step for key in skip.recorded_keys()})
     data = {
