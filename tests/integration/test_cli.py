@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -352,7 +353,7 @@ def test_a_table_fits_a_terminal_whatever_the_folders_are_called_and_the_steps_a
     assert done.returncode == 0, done.stderr
     assert_fits(done.stdout)
     assert "the-varia…" in done.stdout
-    assert "1, 3, …" in done.stdout or "1,3,5,…" in done.stdout
+    assert re.search(r" 1, ?3,[ 5,]*… ", done.stdout)
     done = run("copy", training.dumps, tmp_path / "copy")
     assert_fits(done.stdout.split("\nin ")[0])
 
