@@ -203,6 +203,12 @@ def weighted_mean(values: Iterable[tuple[float | None, int]]) -> float | None:
     return sum(value * count for value, count in known) / rows if rows else None
 
 
+def whole_mean(values: Iterable[tuple[float | None, int]]) -> float | None:
+    """The same over all rows: None if one mean is not known, for then nobody knows the mean of all."""
+    found = [(value, rows) for value, rows in values if rows]
+    return None if any(value is None for value, _ in found) else weighted_mean(found)
+
+
 def _numbered(digests: list[str]) -> np.ndarray:
     first: dict[str, int] = {}
     return np.array([first.setdefault(digest, len(first)) for digest in digests], np.int64)

@@ -44,15 +44,35 @@ def find_decoder(folder: str, manifest: Manifest | None, given: str | None = Non
     """The decoder for the entries of a variant folder, None if there is none. One that was given must work."""
     if given is not None:
         return _given_decoder(given)
+    decoder, problems = _first_decoder(folder, manifest)
+    for problem in problems:
+        logger.warning("%s", problem)
+    return decoder
+
+
+def need_decoder(folder: str, manifest: Manifest | None, given: str | None = None) -> TextDecoder:
+    """The same where nothing can be done without one: none is an error that says why."""
+    if given is not None:
+        return _given_decoder(given)
+    decoder, problems = _first_decoder(folder, manifest)
+    if decoder is None:
+        why = " ".join(problems) or f"There is no tokenizer in {folder} to make text with."
+        raise StoreError(f"{why} Give one with --tokenizer DIR.")
+    return decoder
+
+
+def _first_decoder(folder: str, manifest: Manifest | None) -> tuple[TextDecoder | None, list[str]]:
+    """The first one that can be used, and what is wrong with those before it."""
+    problems = []
     for place in _places(folder, manifest):
         try:
             decoder = _open_decoder(place)
-        except Exception as error:  # whatever is wrong with one tokenizer, the tokens can still be shown
-            logger.warning("the tokenizer in %s cannot be used: %s", place, error)
+        except Exception as error:  # whatever is wrong with one tokenizer, another one may do
+            problems.append(f"The tokenizer in {place} cannot be used: {error}.")
             continue
         if decoder is not None:
-            return decoder
-    return None
+            return decoder, problems
+    return None, problems
 
 
 def _given_decoder(folder: str) -> TextDecoder:

@@ -1,6 +1,7 @@
 """Recorded rollouts as text in files of others: JSONL as verl dumps its generations, Parquet, a Hugging Face dataset.
 
-Each file appears under its name only when it is complete. What is there already is kept unless it is to be replaced.
+Each file appears under its name only when it is complete. What is there already is kept unless it is to be replaced,
+and a folder is replaced only if it is a dataset itself.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ import itertools
 import json
 import math
 import os
-import secrets
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_rollout_skip.decoding import TextDecoder
 from verl_rollout_skip.errors import StoreError
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.new_files import new_file, put_folder
 from verl_rollout_skip.trajectories import Trajectory
 
 Rollouts = Iterable[tuple[RolloutKey, Iterable[Trajectory]]]
@@ -45,6 +46,7 @@ _SCHEMA = pa.schema(
         ("response_tokens", pa.list_(pa.int32())),
     ]
 )
+_DATASET_FILES = ("dataset_info.json", "state.json")
 
 
 class Format(str, Enum):
@@ -78,8 +80,7 @@ def _export_jsonl(rollouts: Rollouts, decoder: TextDecoder, out: Path, overwrite
         with _new_file(path, overwrite) as file, open(file, "w", encoding="utf-8", errors="replace") as lines:
             for key, trajectories in batches:
                 for trajectory in trajectories:
-                    fields = _generation(key, trajectory, decoder)
-                    lines.write(json.dumps(_finite(fields), ensure_ascii=False, default=str) + "\n")
+                    lines.write(_json(_generation(key, trajectory, decoder)) + "\n")
         made.append(path)
     return made
 
@@ -98,7 +99,8 @@ def _generation(key: RolloutKey, trajectory: Trajectory, decoder: TextDecoder) -
 
 
 def _write_parquet(rollouts: Rollouts, decoder: TextDecoder, file: Path) -> None:
-    with pq.ParquetWriter(file, _SCHEMA, compression="zstd") as writer:
+    # pyarrow itself would ask for the position in the file, which a named pipe does not have.
+    with open(file, "wb") as sink, pq.ParquetWriter(sink, _SCHEMA, compression="zstd") as writer:
         for key, trajectories in rollouts:
             rows = [_row(key, trajectory, decoder) for trajectory in trajectories]
             writer.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
@@ -106,7 +108,7 @@ def _write_parquet(rollouts: Rollouts, decoder: TextDecoder, file: Path) -> None
 
 def _row(key: RolloutKey, trajectory: Trajectory, decoder: TextDecoder) -> dict[str, Any]:
     truth, source = trajectory.ground_truth, trajectory.data_source
-    return {
+    fields = {
         "step": key.step,
         "gen_batch": key.gen_batch,
         "row": trajectory.row,
@@ -120,6 +122,11 @@ def _row(key: RolloutKey, trajectory: Trajectory, decoder: TextDecoder) -> dict[
         "prompt_tokens": trajectory.prompt,
         "response_tokens": trajectory.response,
     }
+    # Half a surrogate pair has no UTF-8. The question mark is what JSONL has for it too.
+    return {
+        name: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
 
 
 def _export_dataset(rollouts: Rollouts, decoder: TextDecoder, out: Path, overwrite: bool) -> None:
@@ -132,6 +139,12 @@ def _export_dataset(rollouts: Rollouts, decoder: TextDecoder, out: Path, overwri
         ) from error
     disable_progress_bars()
     _refuse_taken(out, overwrite)
+    out = Path(os.path.realpath(out))
+    if out.exists() and not _is_replaceable(out):
+        raise StoreError(
+            f"{out} was kept: it is no Hugging Face dataset, which would have {' and '.join(_DATASET_FILES)}, and only "
+            "such a folder is replaced. Give another place, or remove it yourself."
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         file = Path(folder, "rows.parquet")
@@ -139,9 +152,11 @@ def _export_dataset(rollouts: Rollouts, decoder: TextDecoder, out: Path, overwri
         dataset = Dataset.from_parquet(str(file), cache_dir=str(Path(folder, "cache")))
         dataset.save_to_disk(str(Path(folder, "made")))
         del dataset
-        if out.exists():
-            shutil.rmtree(out)
-        os.rename(Path(folder, "made"), out)
+        put_folder(Path(folder, "made"), out, aside=Path(folder, "replaced"))
+
+
+def _is_replaceable(folder: Path) -> bool:
+    return folder.is_dir() and (all((folder / name).is_file() for name in _DATASET_FILES) or not any(folder.iterdir()))
 
 
 def _by_step(rollouts: Rollouts) -> Iterator[tuple[int, Iterator[tuple[RolloutKey, Iterable[Trajectory]]]]]:
@@ -150,15 +165,10 @@ def _by_step(rollouts: Rollouts) -> Iterator[tuple[int, Iterator[tuple[RolloutKe
 
 @contextlib.contextmanager
 def _new_file(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary file beside ``path`` that gets its name when everything is written."""
     _refuse_taken(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with new_file(path) as file:
+        yield file
 
 
 def _refuse_taken(path: Path, overwrite: bool) -> None:
@@ -171,17 +181,15 @@ def _text(decoder: TextDecoder, tokens: list[int] | None) -> str | None:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(_finite(value), ensure_ascii=False, default=_describe)
+    return json.dumps(_plain(value), ensure_ascii=False, default=str)
 
 
-def _describe(value: Any) -> Any:
-    return value.tolist() if type(value).__module__ == "numpy" else str(value)
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinities become null: JSON has no word for them."""
+def _plain(value: Any) -> Any:
+    """Values of numpy become those of Python; NaN and infinities become null, because JSON has no word for them."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

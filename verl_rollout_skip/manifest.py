@@ -80,7 +80,7 @@ class Manifest:
     @classmethod
     def load(cls, path: str, storage_options: dict[str, Any] | None = None) -> Manifest:
         """Read a manifest by the path of its file or of the folder that it is in."""
-        folder = path.removesuffix("/").removesuffix(f"/{NAME}")
+        folder = folder_of(path)
         manifest = read_manifest(open_storage(folder, storage_options))
         if manifest is None:
             raise ManifestError(
@@ -88,6 +88,14 @@ class Manifest:
                 "DUMP_DIR/RUN_NAME/VARIANT."
             )
         return manifest
+
+
+def folder_of(path: str) -> str:
+    """The folder that a path means: itself, or that of the manifest that it names."""
+    folder, _, name = path.rstrip("/").rpartition("/")
+    if name == NAME:
+        return folder or ("/" if path.startswith("/") else ".")
+    return path.rstrip("/") or "/"
 
 
 class Recording:

@@ -1,7 +1,8 @@
 """What of a recording may go, and its removal: planned first, then done step by step.
 
 A step goes as a whole, for half of its generation batches can be replayed by nobody. It goes only if every condition
-that was given allows it, and never while it is pinned: pins are looked up again just before each removal.
+that was given allows it, and never while it is pinned: pins are looked up again just before each removal. Nothing goes
+that was not in the plan: a variant into which something was recorded meanwhile stays.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from datetime import datetime, timezone
 from verl_rollout_skip import pins
 from verl_rollout_skip.config import Steps
 from verl_rollout_skip.entries import Entries, Unreadable
-from verl_rollout_skip.errors import EntryNotFoundError
+from verl_rollout_skip.errors import EntryNotFoundError, ManifestError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME as MANIFEST
+from verl_rollout_skip.manifest import read_manifest
 from verl_rollout_skip.store import commit, names
 from verl_rollout_skip.store.local import LocalStorage
-from verl_rollout_skip.store.storage import HERE, Storage
+from verl_rollout_skip.store.storage import HERE, FileInfo, Storage
 from verl_rollout_skip.tokenizer import FOLDER as TOKENIZER
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _SET_ASIDE = re.compile(r"gen_\d{3,}\.(parquet|json)\.[0-9a-f]+\.corrupt")
 _RECORDINGS = "recordings"
+_LEFTOVER_S = 86400.0
 _OWN = re.compile(r"gen_\d{3,}\.(parquet|json)")
 
 
@@ -63,12 +66,16 @@ class File:
 
 @dataclass
 class VariantPlan:
-    """What of one variant is to go. ``pinned`` would go as well if it were not pinned, or its variant with it."""
+    """What of one variant is to go. ``pinned`` would go as well if it were not pinned, or its variant with it.
+
+    ``recorded`` is when something was last recorded into it, or when it was begun if it holds no step yet.
+    """
 
     path: str
     run_path: str
     storage: Storage
     held: list[RecordedStep]
+    recorded: float
     steps: list[RecordedStep] = field(default_factory=list)
     pinned: list[RecordedStep] = field(default_factory=list)
     files: list[File] = field(default_factory=list)
@@ -78,9 +85,16 @@ class VariantPlan:
     def bytes(self) -> int:
         return sum(step.bytes for step in self.steps) + sum(file.bytes for file in self.files)
 
-    @property
-    def recorded(self) -> float:
-        return max((step.recorded for step in self.held), default=0.0)
+
+@dataclass
+class Stayed:
+    """What of a plan was not carried out because of what happened since it was made.
+
+    ``steps`` are those that were pinned meanwhile. ``reasons`` say why a variant was not removed as a whole.
+    """
+
+    steps: list[RecordedStep] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
 
 
 def parse_age(text: str) -> float:
@@ -93,7 +107,9 @@ def parse_age(text: str) -> float:
 
 def look_at(path: str, run_path: str, storage: Storage) -> VariantPlan:
     """A variant and all its steps, nothing of it to go yet."""
-    return VariantPlan(path, run_path, storage, _held(Entries(storage)))
+    held = _held(Entries(storage))
+    recorded = max((step.recorded for step in held), default=None)
+    return VariantPlan(path, run_path, storage, held, _begun(storage) if recorded is None else recorded)
 
 
 def choose_steps(variants: Sequence[VariantPlan], conditions: Conditions) -> None:
@@ -102,7 +118,7 @@ def choose_steps(variants: Sequence[VariantPlan], conditions: Conditions) -> Non
         _choose_variants(variants, conditions)
         return
     for variant in variants:
-        steps = [step for step in variant.held if _allows(conditions, step.step, step.recorded)]
+        steps = [s for s in variant.held if s.step in conditions.steps and _is_old_enough(conditions, s.recorded)]
         if conditions.keep_last is not None:
             kept = {step.step for step in variant.held[len(variant.held) - conditions.keep_last :]}
             steps = [step for step in steps if step.step not in kept]
@@ -133,12 +149,13 @@ def find_set_aside(storage: Storage) -> list[File]:
     ]
 
 
-def carry_out(plan: VariantPlan, done: Callable[[], None] = lambda: None) -> list[RecordedStep]:
-    """Remove what a plan says; returns the steps that stayed because they were pinned meanwhile."""
-    stayed = []
+def carry_out(plan: VariantPlan, done: Callable[[], None] = lambda: None) -> Stayed:
+    """Remove what a plan says; returns what stayed because of pins and recordings that have come meanwhile."""
+    stayed = Stayed()
     for step in plan.steps:
-        if pins.is_pinned(plan.storage, step.step):
-            stayed.append(step)
+        # One pin keeps a whole variant, as it does when the plan is made.
+        if pins.read_pins(plan.storage) if plan.whole else pins.is_pinned(plan.storage, step.step):
+            stayed.steps.append(step)
         else:
             for key in step.keys:
                 with contextlib.suppress(EntryNotFoundError):  # somebody else was quicker
@@ -149,8 +166,10 @@ def carry_out(plan: VariantPlan, done: Callable[[], None] = lambda: None) -> lis
         plan.storage.delete(file.folder, file.name)
         if file.folder != HERE:
             _remove_empty(plan.storage, file.folder)
-    if plan.whole and not stayed:
-        _remove_rest(plan)
+    if plan.whole:
+        stayed.reasons = _new_since(plan.storage)
+        if not stayed.reasons:
+            _remove_rest(plan)
     return stayed
 
 
@@ -173,9 +192,20 @@ def _held(entries: Entries) -> list[RecordedStep]:
     return steps
 
 
-def _allows(conditions: Conditions, step: int, recorded: float) -> bool:
-    old_enough = conditions.older_than_s is None or time.time() - recorded > conditions.older_than_s
-    return old_enough and step in conditions.steps
+def _begun(storage: Storage) -> float:
+    """When a variant without steps was begun, or last written to by a training that is about to record."""
+    times = [file.changed for folder in [HERE, *storage.folders()] for file in storage.files(folder)]
+    try:
+        manifest = read_manifest(storage)
+        times += [] if manifest is None else [datetime.fromisoformat(manifest.created_at).timestamp()]
+    except (ManifestError, ValueError):
+        pass  # its file has a time too
+    # A folder that was only just made has no files at all, and nobody knows its age.
+    return max(times, default=time.time())
+
+
+def _is_old_enough(conditions: Conditions, recorded: float) -> bool:
+    return conditions.older_than_s is None or time.time() - recorded > conditions.older_than_s
 
 
 def _choose_variants(variants: Sequence[VariantPlan], conditions: Conditions) -> None:
@@ -186,7 +216,7 @@ def _choose_variants(variants: Sequence[VariantPlan], conditions: Conditions) ->
     for run in by_run.values():
         ordered = sorted(run, key=lambda variant: variant.recorded)
         going += ordered[: max(len(ordered) - (conditions.keep_last or 0), 0)]
-    going = [variant for variant in going if all(_allows(conditions, s.step, variant.recorded) for s in variant.held)]
+    going = [variant for variant in going if _is_old_enough(conditions, variant.recorded)]
     free = []
     for variant in going:
         found = pins.read_pins(variant.storage)
@@ -204,8 +234,9 @@ def _oldest_to_fit(variants: Iterable[VariantPlan], excess: int) -> list[Variant
     for variant in sorted(variants, key=lambda variant: variant.recorded):
         if excess <= 0:
             break
-        chosen.append(variant)
-        excess -= _size(variant)
+        if _size(variant):  # without steps it frees nothing
+            chosen.append(variant)
+            excess -= _size(variant)
     return chosen
 
 
@@ -232,14 +263,34 @@ def _pinned_steps(variant: VariantPlan, found: Sequence[pins.Pin]) -> list[Recor
     return [step for step in variant.held if None in pinned or step.step in pinned]
 
 
+def _new_since(storage: Storage) -> list[str]:
+    """Why a variant whose planned steps were removed must stay: pins, entries and writers that have come meanwhile."""
+    reasons = [f"{pin} was pinned meanwhile" for pin in pins.read_pins(storage)]
+    reasons += [f"{key} was recorded meanwhile" for key in Entries(storage)]
+    if any(not commit.is_leftover(storage, folder, file, _LEFTOVER_S) for folder, file in _temporary(storage)):
+        reasons.append("something is being written into it")
+    return reasons
+
+
+def _temporary(storage: Storage) -> list[tuple[str, FileInfo]]:
+    return [
+        (folder, file)
+        for folder in [HERE, *storage.folders()]
+        for file in storage.files(folder)
+        if file.name.startswith(names.TEMPORARY)
+    ]
+
+
 def _remove_rest(plan: VariantPlan) -> None:
-    """What this package has put into the variant folder beside the entries; the manifest last."""
+    """What this package has put into the variant folder beside entries and pins; the manifest last."""
     storage = plan.storage
+    for folder, file in _temporary(storage):
+        storage.delete(folder, file.name)
     for folder in sorted(storage.folders()):
-        for name in storage.names(folder):
-            if folder in (TOKENIZER, _RECORDINGS, pins.FOLDER) or (
-                names.parse_folder(folder) is not None and _is_own(name)
-            ):
+        found = storage.names(folder)
+        is_step = names.parse_folder(folder) is not None and not any(map(_is_data, found))
+        for name in found:
+            if folder in (TOKENIZER, _RECORDINGS) or (is_step and _is_own(name)):
                 storage.delete(folder, name)
         _remove_empty(storage, folder)
     storage.delete(HERE, MANIFEST)
@@ -248,9 +299,12 @@ def _remove_rest(plan: VariantPlan) -> None:
             os.rmdir(path)
 
 
+def _is_data(name: str) -> bool:
+    return names.parse_data(name) is not None
+
+
 def _is_own(name: str) -> bool:
-    known = _OWN.fullmatch(name) or _SET_ASIDE.fullmatch(name) or names.parse_pending(name) is not None
-    return bool(known) or name.startswith(names.TEMPORARY)
+    return bool(_OWN.fullmatch(name) or _SET_ASIDE.fullmatch(name)) or names.parse_pending(name) is not None
 
 
 def _remove_empty(storage: Storage, folder: str) -> None:

@@ -187,7 +187,7 @@ class RolloutSkip:
             if self._recorder is not None:
                 self._recorder.close()
         finally:
-            if self.settings.mode is not Mode.OFF:
+            if self.statistics.hits or self.statistics.misses or self.statistics.dump_failures:
                 logger.info("%s", self.summary())
             if self._recorder is not None and self.statistics.dumped:
                 folder = self._recorder.folder

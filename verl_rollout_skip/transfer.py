@@ -14,7 +14,6 @@ from enum import Enum
 
 from verl_rollout_skip import pins
 from verl_rollout_skip.errors import (
-    CorruptEntryError,
     EntryExistsError,
     EntryNotFoundError,
     ManifestError,
@@ -43,7 +42,7 @@ class Outcome(str, Enum):
     CONFLICT = "conflict"
     """Another rollout has its key there; that one was kept."""
     DAMAGED = "damaged"
-    """It cannot be trusted at its source, so it was not copied."""
+    """It cannot be trusted, at its source or at the destination; nothing was overwritten."""
     GONE = "gone"
     """It was removed at its source since the copy began."""
 
@@ -92,7 +91,7 @@ def copy_entries(
 ) -> Copied:
     """Copy entries, a few at a time. Damaged and conflicting ones are listed; a storage that fails ends the copy.
 
-    ``read_back`` reads each copied entry again at its destination and compares the digest.
+    ``read_back`` reads each entry again at its destination, also one that was there already, and compares the digest.
     """
     copied = Copied()
 
@@ -122,7 +121,7 @@ def copy_entry(source: Storage, target: Storage, key: RolloutKey, read_back: boo
     try:
         record = commit.read_record(source, key, _FILE_LIMIT)
         if _is_there(target, record):
-            return CopiedEntry(key, Outcome.PRESENT, record.bytes)
+            return _present(target, record, read_back)
         committed = commit.load(source, key, _FILE_LIMIT)
     except EntryNotFoundError as error:
         return CopiedEntry(key, Outcome.GONE, error=str(error))
@@ -134,10 +133,20 @@ def copy_entry(source: Storage, target: Storage, key: RolloutKey, read_back: boo
             commit.load(target, key, _FILE_LIMIT)
     except EntryExistsError as error:
         return CopiedEntry(key, Outcome.CONFLICT, error=str(error))
-    except CorruptEntryError as error:
+    except UnreadableEntryError as error:
         return CopiedEntry(key, Outcome.DAMAGED, error=f"At the destination: {error}")
     same = made.digest == committed.record.digest
     return CopiedEntry(key, Outcome.COPIED if same else Outcome.PRESENT, committed.record.bytes)
+
+
+def _present(target: Storage, record: EntryRecord, read_back: bool) -> CopiedEntry:
+    """An entry that is there already, whose bytes are looked at if they are to be."""
+    try:
+        if read_back:
+            commit.load(target, record.key, _FILE_LIMIT)
+    except (UnreadableEntryError, EntryNotFoundError) as error:
+        return CopiedEntry(record.key, Outcome.DAMAGED, error=f"At the destination: {error}")
+    return CopiedEntry(record.key, Outcome.PRESENT, record.bytes)
 
 
 def _is_there(target: Storage, record: EntryRecord) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -188,6 +190,29 @@ def test_text_from_a_dump_cannot_command_the_terminal(tmp_path: Path, capsys: An
     assert "[bold]x[/bold]" in shown
 
 
+def test_an_error_that_quotes_a_file_cannot_command_the_terminal(tmp_path: Path) -> None:
+    """The name of a folder, and arguments that a shell filled in from such names."""
+    evil = tmp_path / "\x1b]0;evil\x07"
+    done = run("ls", evil)
+    assert_one_line_error(done, "\\x1b]0;evil\\x07 does not exist.")
+    assert "\x1b" not in done.stderr
+    done = run("ls", tmp_path, evil)
+    assert done.returncode == 2
+    assert "\x1b" not in done.stderr
+
+
+def test_resume_prints_recorded_text_so_that_it_cannot_command_the_terminal(capsys: Any) -> None:
+    from verl_rollout_skip.cli import resume
+    from verl_rollout_skip.cli.text import make_console
+
+    evil = "\x1b]0;evil\x07 [bold]"
+    data = {"manifest": evil, "trainer": evil, "recorded_steps": "1", "followed": {evil: evil}, "trained": False}
+    resume.render(make_console(), data)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert shown.count("\\x1b]0;evil") == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -209,6 +234,53 @@ def test_an_error_is_one_line_and_exit_code_2(recorded: Training, capsys: Any, a
     assert output.err.startswith("rollout-skip: error: ")
     assert output.err.count("\n") == 1
     assert words in output.err
+
+
+COMMANDS_WITH_STEPS = {
+    "ls": [],
+    "stats": [],
+    "verify": [],
+    "show": [],
+    "report": ["-o", "{out}/report.html"],
+    "export": ["-o", "{out}/texts"],
+    "copy": ["{out}/copy"],
+    "diff": ["{variant}"],
+    "prune": ["--yes"],
+    "pin": [],
+}
+
+
+@pytest.mark.parametrize("command", list(COMMANDS_WITH_STEPS))
+def test_a_step_that_is_not_recorded_is_an_error_that_says_what_is(
+    recorded: Training, tmp_path: Path, capsys: Any, command: str
+) -> None:
+    variant = by_temperature(recorded)[1.0]
+    rest = [word.format(out=tmp_path, variant=variant) for word in COMMANDS_WITH_STEPS[command]]
+    ways = [[f"{variant}/step_000099"]]
+    if command != "show":
+        ways.append([str(variant), "--steps", "99"])
+    for path, *options in ways:
+        assert main([command, path, *rest, *options]) == 2
+        output = capsys.readouterr()
+        assert (output.out, output.err.count("\n")) == ("", 1)
+        assert f"{variant} does not hold steps 99; it holds steps 1-2." in output.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "verify", "show", "copy"])
+def test_a_generation_batch_that_is_not_recorded_is_an_error(
+    recorded: Training, tmp_path: Path, capsys: Any, command: str
+) -> None:
+    variant = by_temperature(recorded)[1.0]
+    rest = [word.format(out=tmp_path) for word in COMMANDS_WITH_STEPS[command]]
+    assert main([command, f"{variant}/step_000001/gen_007.parquet", *rest]) == 2
+    assert "does not hold generation batch 7 of step 1; it holds generation batches [0, 1]." in capsys.readouterr().err
+
+
+def test_steps_of_several_variants_must_be_in_one_of_them(recorded: Training) -> None:
+    assert run("verify", recorded.dumps, "--steps", 2).returncode == 0
+    done = run("verify", recorded.dumps, "--steps", 99)
+    assert_one_line_error(done, "None of the 2 variants in", "holds steps 99; they hold steps 1-2.")
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
@@ -236,6 +308,54 @@ def test_a_reader_that_stops_early_is_no_error(recorded: Training) -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == f"{RUN_NAME}\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("command", "code"), [("ls", 0), ("ls --json", 0), ("verify", 1)])
+def test_a_reader_that_stops_early_does_not_change_the_exit_code(damaged: Path, command: str, code: int) -> None:
+    script = f"{sys.executable} -m verl_rollout_skip.cli {command} {damaged} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_pipe_that_breaks_while_a_command_works_is_an_error(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """A storage whose connection is lost raises the same error as a reader that stops early."""
+
+    def lost(*_: Any) -> Any:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr("verl_rollout_skip.cli.ls.find_place", lost)
+    assert main(["ls", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "rollout-skip: error: Broken pipe\n"
+
+
+def test_ls_gives_no_mean_if_one_entry_has_none(tmp_path: Path, capsys: Any) -> None:
+    """The mean of all is not the mean of the others: the first entry has a score that is no number."""
+    with RolloutStore(tmp_path) as store:
+        for key in (K1, K2):
+            batch = Engine()(inputs_of(key))
+            batch.batch["rm_scores"][0, 0] = float("nan") if key == K1 else 0.0
+            store.put(key, batch)
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    [variant] = json.loads(capsys.readouterr().out)["runs"][0]["variants"]
+    assert variant["mean_score"] is None
+    assert variant["mean_response_length"] is not None
+    assert [entry["mean_score"] is None for entry in variant["records"]] == [True, False]
+    assert main(["ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[-3] == "–"
+
+
+def test_a_table_fits_a_terminal_whatever_the_folders_are_called_and_the_steps_are(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.record(*(RolloutKey(step) for step in range(1, 40, 2)))
+    [variant] = training.variants()
+    long_name = variant.rename(variant.with_name("the-variant-with-the-very-long-name-" + "x" * 40))
+    done = run("ls", long_name)
+    assert done.returncode == 0, done.stderr
+    assert_fits(done.stdout)
+    assert "the-varia…" in done.stdout
+    assert re.search(r" 1, ?3,[ 5,]*… ", done.stdout)
+    done = run("copy", training.dumps, tmp_path / "copy")
+    assert_fits(done.stdout.split("\nin ")[0])
 
 
 def test_ls_needs_no_torch(recorded: Training) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,6 +176,21 @@ def test_a_damaged_entry_at_the_destination_is_reported_and_left(many: Path, tmp
     assert variant["problems"][0]["error"].startswith("At the destination: ")
 
 
+def test_reading_back_looks_at_what_is_there_already_too(many: Path, tmp_path: Path, capsys: Any) -> None:
+    """A changed byte in the middle: name, size and record are as they should be."""
+    copy(capsys, many, tmp_path / "copy", "--steps", "1-2")
+    data = tmp_path / "copy" / "step_000001" / "gen_000.parquet"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    [variant] = copy(capsys, many, tmp_path / "copy", "--steps", "1-2")
+    assert (variant["present"], variant["problems"]) == (2, [])
+    [variant] = copy(capsys, many, tmp_path / "copy", "--steps", "1-2", "--read-back", code=1)
+    assert (variant["present"], [problem["step"] for problem in variant["problems"]]) == (1, [1])
+    assert variant["problems"][0]["error"].startswith("At the destination: The entry of step 1")
+    assert data.read_bytes() == content, "nothing is overwritten"
+
+
 def test_the_same_rollout_recorded_at_another_time_is_no_conflict(tmp_path: Path, capsys: Any) -> None:
     for name in ("a", "b"):
         batch = rollout_output(2)
@@ -189,8 +205,28 @@ def test_a_variant_with_other_settings_is_not_mixed_with(recorded: Training, tmp
     one, two = recorded.variants()
     copy(capsys, one, tmp_path / "copy")
     before = contents(tmp_path / "copy")
-    assert_one_line_error(run("copy", two, tmp_path / "copy"), "belongs to rollouts made with other settings")
+    done = run("copy", two, tmp_path / "copy")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "belongs to rollouts made with other settings" in done.stdout
     assert contents(tmp_path / "copy") == before
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_bad_manifest_is_a_problem_of_its_variant_and_the_others_are_copied(
+    recorded: Training, tmp_path: Path, capsys: Any, which: int
+) -> None:
+    shutil.copytree(recorded.dumps, tmp_path / "dumps")
+    variants = sorted((tmp_path / "dumps" / RUN_NAME).iterdir())
+    bad, good = variants[which], variants[1 - which]
+    (bad / "manifest.json").write_text("{")
+    found = {one["name"]: one for one in copy(capsys, tmp_path / "dumps", tmp_path / "copy", code=1)}
+    [problem] = found[bad.name]["problems"]
+    assert (problem["outcome"], problem["step"]) == ("manifest", None)
+    assert "no JSON object" in problem["error"]
+    assert found[bad.name]["copied"] == 0
+    assert found[bad.name]["not_copied"] == len(RolloutStore(bad))
+    assert not (tmp_path / "copy" / RUN_NAME / bad.name).exists()
+    assert contents(tmp_path / "copy" / RUN_NAME / good.name) == contents(good)
 
 
 def test_a_record_of_a_later_version_keeps_what_is_not_known_here(tmp_path: Path, capsys: Any) -> None:

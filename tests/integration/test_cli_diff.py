@@ -196,6 +196,21 @@ def test_runs_are_compared_variant_by_variant(recorded: Training, tmp_path: Path
     assert found["only_in_a"] == [str(variants(recorded)[1])]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_dump_dirs_pair_by_run_and_variant_if_only_one_has_several_runs(
+    recorded: Training, tmp_path: Path, capsys: Any, turned: bool
+) -> None:
+    other = Training(tmp_path)
+    other.record(K1, K2)
+    other.record(K1, trainer__experiment_name="another")
+    sides = [recorded.dumps, other.dumps]
+    found = diff(capsys, *(reversed(sides) if turned else sides))
+    [pair] = found["pairs"]
+    assert pair["same"]
+    assert pair["a"].rsplit("/", 2)[1:] == pair["b"].rsplit("/", 2)[1:]
+    assert len(found["only_in_a"]) == len(found["only_in_b"]) == 1
+
+
 def test_another_layout_is_shown_and_does_not_count(tmp_path: Path, capsys: Any) -> None:
     one, two = Training(tmp_path / "one"), Training(tmp_path / "two")
     one.record(K1)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import json
+import os
+import shutil
+import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +24,7 @@ from tensordict import TensorDict
 from tokenizers import Tokenizer, decoders, models
 from verl import DataProto
 
-from tests.batches import rollout_input, rollout_output
+from tests.batches import objects, rollout_input, rollout_output
 from tests.cli_program import assert_one_line_error, run, run_as_nobody
 from tests.trainings import Training, contents
 from verl_rollout_skip import RolloutKey, RolloutStore
@@ -203,6 +209,138 @@ def test_what_is_there_is_kept_unless_it_is_to_be_replaced(
     assert contents(tmp_path) == before
     export(capsys, recorded, out, "--format", form, "--overwrite")
     assert contents(tmp_path) != before
+
+
+@pytest.mark.parametrize("there", ["folder", "file"])
+def test_only_a_dataset_is_replaced_by_a_dataset(recorded: Path, tmp_path: Path, there: str) -> None:
+    out = tmp_path / "out"
+    if there == "folder":
+        (out / "thesis").mkdir(parents=True)
+        (out / "thesis" / "chapter.txt").write_text("years of work")
+    else:
+        out.write_text("years of work")
+    before = contents(tmp_path)
+    done = run("export", recorded, "-o", out, "--format", "dataset", "--overwrite")
+    assert_one_line_error(done, "is no Hugging Face dataset", "dataset_info.json and state.json")
+    assert contents(tmp_path) == before
+
+
+def test_an_empty_folder_may_become_a_dataset(recorded: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "out").mkdir()
+    export(capsys, recorded, tmp_path / "out", "--format", "dataset", "--overwrite")
+    assert (tmp_path / "out" / "state.json").exists()
+
+
+def test_a_dataset_that_cannot_be_replaced_is_still_there(recorded: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The new one cannot get its name here, because renaming fails at that moment."""
+    out, rename = tmp_path / "out", os.rename
+    assert main(["export", str(recorded), "-o", str(out), "--format", "dataset", "--steps", "1"]) == 0
+    before = contents(tmp_path)
+
+    def fail_once(source: Any, target: Any) -> None:
+        if str(source).endswith("/made"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_once)
+    assert main(["export", str(recorded), "-o", str(out), "--format", "dataset", "--overwrite"]) == 2
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        ("dataset", "around/variant"),
+        ("dataset", "around"),
+        ("dataset", "around/variant/out"),
+        ("jsonl", "around/variant/step_000001"),
+        ("parquet", "around/variant/step_000001/gen_000.parquet"),
+        ("parquet", "link/step_000001/gen_000.parquet"),
+    ],
+)
+def test_nothing_is_exported_into_or_over_the_recording(
+    recorded: Path, tmp_path: Path, capsys: Any, form: str, place: str
+) -> None:
+    """With a copy of the recording: whatever goes wrong here, only the copy is lost."""
+    variant = tmp_path / "around" / "variant"
+    shutil.copytree(recorded, variant)
+    (tmp_path / "link").symlink_to(variant)
+    before = contents(tmp_path)
+    assert main(["export", str(variant), "-o", str(tmp_path / place), "--format", form, "--overwrite"]) == 2
+    assert "lie within one another" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_a_link_stays_a_link(recorded: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "real.parquet").write_text("old")
+    (tmp_path / "link.parquet").symlink_to(tmp_path / "real.parquet")
+    export(capsys, recorded, tmp_path / "link.parquet", "--format", "parquet", "--overwrite")
+    assert (tmp_path / "link.parquet").is_symlink()
+    assert len(pd.read_parquet(tmp_path / "real.parquet")) == 24
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.parquet", "real.parquet"]
+
+
+def test_a_link_to_a_dataset_stays_a_link(recorded: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for _ in range(2):
+        export(capsys, recorded, tmp_path / "link", "--format", "dataset", "--overwrite")
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "real" / "state.json").exists()
+
+
+def test_a_named_pipe_gets_the_bytes(recorded: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        done = run("export", recorded, "-o", pipe, "--format", "parquet", "--overwrite")
+        assert done.returncode == 0, done.stderr
+        assert stat.S_ISFIFO(pipe.stat().st_mode)
+        received, _ = reader.communicate(timeout=30)
+    assert len(pd.read_parquet(io.BytesIO(received))) == 24
+
+
+def test_numbers_of_numpy_stay_numbers_wherever_they_are(tmp_path: Path, tokenizer: Path, capsys: Any) -> None:
+    batch, inputs = rollout_output(2), rollout_input(2)
+    nested = {"parts": [np.float32(0.5), np.int64(3)], "ok": np.bool_(True), "bad": np.float32("nan")}
+    batch.non_tensor_batch["detail"] = objects([nested, {"grid": np.array([[1, 2]])}])
+    batch.meta_info["reward_extra_keys"] = ["detail"]
+    with RolloutStore(tmp_path / "store") as store:
+        store.put(K1, batch, inputs=inputs)
+    export(capsys, tmp_path / "store", tmp_path / "out", "--tokenizer", tokenizer)
+    first, second = lines_of(tmp_path / "out" / "1.jsonl")
+    assert first["detail"] == {"parts": [0.5, 3], "ok": True, "bad": None}
+    assert second["detail"] == {"grid": [[1, 2]]}
+    export(capsys, tmp_path / "store", tmp_path / "x.parquet", "--tokenizer", tokenizer, "--format", "parquet")
+    extra = pd.read_parquet(tmp_path / "x.parquet").reward_extra[0]
+    assert json.loads(extra)["detail"] == first["detail"]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "dataset"])
+def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path, tokenizer: Path, capsys: Any, form: str) -> None:
+    inputs = rollout_input(2)
+    inputs.non_tensor_batch["reward_model"][0] = {"style": "rule", "ground_truth": "a\ud800b"}
+    inputs.non_tensor_batch["raw_prompt"][0] = [{"role": "user", "content": "\udfff"}]
+    with RolloutStore(tmp_path / "store") as store:
+        store.put(K1, rollout_output(2), inputs=inputs)
+    out = tmp_path / "out"
+    export(capsys, tmp_path / "store", out, "--tokenizer", tokenizer, "--format", form)
+    if form == "jsonl":
+        assert lines_of(out / "1.jsonl")[0]["gts"] == "a?b"
+    elif form == "parquet":
+        frame = pd.read_parquet(out)
+        assert frame.ground_truth[0] == "a?b"
+        assert json.loads(frame.messages[0])[0]["content"] == "?"
+
+
+def test_a_damaged_recorded_tokenizer_is_named_with_what_is_wrong(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path / "store") as store:
+        store.put(K1, rollout_output(2))
+    folder = tmp_path / "store" / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{")
+    done = run("export", tmp_path / "store", "-o", tmp_path / "x")
+    assert_one_line_error(done, f"The tokenizer in {folder} cannot be used: ", "EOF", "--tokenizer DIR")
+    assert "There is no tokenizer" not in done.stderr
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "dataset"])

@@ -19,9 +19,11 @@ import pytest
 from tests.batches import rollout_output
 from tests.cli_program import ROOT, assert_fits, assert_one_line_error, run, run_as_nobody, run_without_torch
 from tests.trainings import Training, contents
-from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip import RolloutKey, RolloutStore, manifest
 from verl_rollout_skip.cli import main
+from verl_rollout_skip.config import Steps
 from verl_rollout_skip.pins import add_pin, is_pinned, read_pins
+from verl_rollout_skip.pruning import Conditions, VariantPlan, carry_out, choose_steps, look_at
 from verl_rollout_skip.store.entry import record_bytes
 from verl_rollout_skip.store.locations import open_storage
 
@@ -222,15 +224,128 @@ def test_many_processes_pin_and_unpin_at_once(tmp_path: Path) -> None:
 
 
 def test_a_pin_that_comes_after_the_plan_is_heeded(tmp_path: Path) -> None:
-    from verl_rollout_skip.config import Steps
-    from verl_rollout_skip.pruning import Conditions, carry_out, choose_steps, look_at
-
     recording(tmp_path, 1, 2)
     plan = look_at(str(tmp_path), str(tmp_path.parent), open_storage(str(tmp_path)))
     choose_steps([plan], Conditions(steps=Steps(), keep_last=0))
     add_pin(plan.storage, 2)
-    assert [step.step for step in carry_out(plan)] == [2]
+    assert [step.step for step in carry_out(plan).steps] == [2]
     assert steps_in(tmp_path) == [2]
+
+
+def planned_whole(folder: Path) -> VariantPlan:
+    plan = look_at(str(folder), str(folder.parent), open_storage(str(folder)))
+    choose_steps([plan], Conditions(steps=Steps(), whole_variants=True))
+    assert plan.whole
+    return plan
+
+
+@pytest.mark.parametrize("pinned", [None, 2, 9])
+def test_any_pin_that_comes_after_the_plan_keeps_the_whole_variant(tmp_path: Path, pinned: int | None) -> None:
+    variant = recording(tmp_path / "variant", 1, 2)
+    plan = planned_whole(variant)
+    add_pin(plan.storage, pinned)
+    before = contents(variant)
+    stayed = carry_out(plan)
+    assert [step.step for step in stayed.steps] == [1, 2]
+    assert "pinned meanwhile" in stayed.reasons[0]
+    assert contents(variant) == before
+
+
+def test_what_is_recorded_after_the_plan_stays_with_the_manifest_of_its_variant(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.record(RolloutKey(1))
+    [variant] = training.variants()
+    plan = planned_whole(variant)
+    recording(variant, 3)
+    stayed = carry_out(plan)
+    assert stayed.reasons == ["step 3, generation batch 0 was recorded meanwhile"]
+    assert steps_in(variant) == [3]
+    assert {"manifest.json", "recordings", "tokenizer"} <= {path.name for path in variant.iterdir()}
+    assert main(["verify", str(variant)]) == 0
+
+
+def test_a_writer_at_work_keeps_the_variant_and_can_finish(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.record(RolloutKey(1))
+    [variant] = training.variants()
+    plan = planned_whole(variant)
+    with plan.storage.stage("step_000002") as staged:
+        staged.write(b"x")
+        assert carry_out(plan).reasons == ["something is being written into it"]
+        plan.storage.publish(staged, "gen_000.parquet")
+    assert (variant / "manifest.json").exists()
+
+
+def test_the_program_says_which_variant_stays_and_why(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """The pin comes after the plan was made: between looking and carrying out."""
+    variant = recording(tmp_path / "variant", 1)
+
+    def pin_first(plan: VariantPlan, done: Any) -> Any:
+        add_pin(plan.storage, None)
+        return carry_out(plan, done)
+
+    monkeypatch.setattr("verl_rollout_skip.cli.prune.carry_out", pin_first)
+    assert main(["prune", str(variant), "--variants", "--yes"]) == 0
+    shown = capsys.readouterr().out
+    assert "the variant stays: the whole variant was pinned meanwhile" in shown
+    assert "freed 0 B of" in shown
+    assert steps_in(variant) == [1]
+
+
+def begin(training: Training, days: float = 0, **changes: Any) -> Path:
+    """A variant whose training has written its manifest and not recorded a step yet, begun some days ago."""
+    before = set(training.dumps.glob("*/*"))
+    training.record(RolloutKey(1), **changes)
+    [variant] = set(training.dumps.glob("*/*")) - before
+    prune_steps(variant)
+    when = time.time() - days * DAY
+    fields = json.loads((variant / "manifest.json").read_text())
+    del fields["checksum"]
+    fields["created_at"] = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(when))
+    (variant / "manifest.json").write_bytes(manifest._render(fields))
+    for path in variant.rglob("*"):
+        os.utime(path, (when, when))
+    return variant
+
+
+def prune_steps(variant: Path) -> None:
+    with RolloutStore(variant) as store:
+        for key in list(store):
+            store.delete(key)
+
+
+def test_a_run_that_has_just_begun_is_not_taken_for_an_old_one(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    begun = begin(training)
+    old = begin(training, days=100, actor_rollout_ref__rollout__temperature=0.7)
+    done = run("prune", training.dumps, "--variants", "--older-than", "90d", "--yes", "--json")
+    assert done.returncode == 0, done.stderr
+    found = {variant["path"]: variant["whole"] for variant in json.loads(done.stdout)["variants"]}
+    assert found == {str(begun): False, str(old): True}
+    assert (begun.exists(), old.exists()) == (True, False)
+
+
+def test_the_newest_variant_is_kept_although_it_holds_nothing_yet(tmp_path: Path, capsys: Any) -> None:
+    training = Training(tmp_path)
+    begun = begin(training)
+    old = begin(training, days=3, actor_rollout_ref__rollout__temperature=0.7)
+    prune(capsys, training.dumps, "--variants", "--keep-last", "1", "--yes")
+    assert (begun.exists(), old.exists()) == (True, False)
+
+
+def test_a_size_budget_leaves_a_variant_that_frees_nothing(tmp_path: Path, capsys: Any) -> None:
+    training = Training(tmp_path)
+    empty = begin(training, days=3)
+    training.record(RolloutKey(1), actor_rollout_ref__rollout__temperature=0.7)
+    prune(capsys, training.dumps, "--variants", "--max-size", "0", "--yes")
+    assert training.variants() == [empty]
+
+
+def test_a_whole_variant_that_has_just_begun_is_pointed_out(tmp_path: Path, capsys: Any) -> None:
+    training = Training(tmp_path)
+    begin(training)
+    assert main(["prune", str(training.dumps), "--variants"]) == 0
+    assert "a training may be using it" in capsys.readouterr().out
 
 
 def test_whole_variants_go_with_everything_in_them(tmp_path: Path, capsys: Any) -> None:
@@ -321,7 +436,7 @@ def test_a_training_that_records_meanwhile_is_not_disturbed(tmp_path: Path, caps
     writer.start()
     try:
         for _ in range(25):
-            prune(capsys, tmp_path, "--steps", "1", "--yes")
+            prune(capsys, tmp_path, "--keep-last", "0", "--yes")
             (tmp_path / "step_000009").mkdir(exist_ok=True)
     finally:
         stop.set()

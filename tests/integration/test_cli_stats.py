@@ -177,6 +177,17 @@ def test_scores_that_are_no_numbers_are_left_out_and_counted(tmp_path: Path, cap
     assert "2 trajectories have a score that is no finite number" in capsys.readouterr().out
 
 
+def test_the_total_counts_every_finite_score_once(tmp_path: Path, capsys: Any) -> None:
+    """Three of four scores of the first step are no numbers, so it has one of the five that count."""
+    with RolloutStore(tmp_path) as store:
+        for key, scores in ((K1, [1.0, float("nan"), float("inf"), float("nan")]), (K2, [0.0, 0.0, 0.0, 0.0])):
+            batch = rollout_output(4)
+            batch.batch["rm_scores"][:] = 0
+            batch.batch["rm_scores"][:, 0] = torch.tensor(scores)
+            store.put(key, batch)
+    assert stats(tmp_path, capsys)["total"]["score_mean"] == pytest.approx(0.2)
+
+
 def test_a_single_response_to_a_prompt_is_no_group_without_variance(tmp_path: Path, capsys: Any) -> None:
     """The third prompt has one response only."""
     batch = rollout_output(5)

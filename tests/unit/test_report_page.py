@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -130,4 +131,27 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_report(Report(HEAD), tmp_path / "missing" / "report.html")
     with pytest.raises(StoreError, match="Is a directory"):
         write_report(Report(HEAD), tmp_path)
+    with pytest.raises(StoreError, match="Not a directory"):
+        write_report(Report(HEAD), target / "report.html")
     assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_a_link_stays_a_link_and_its_target_gets_the_report(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "report.html"
+    link.symlink_to(tmp_path / "there" / "real.html")
+    for _ in range(2):
+        size = write_report(Report(HEAD), link)
+        assert link.is_symlink()
+        assert (tmp_path / "there" / "real.html").stat().st_size == size
+    assert os.listdir(tmp_path / "there") == ["real.html"]
+
+
+def test_a_named_pipe_stays_a_pipe_and_its_reader_gets_the_report(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        write_report(Report(HEAD), pipe)
+        received, _ = reader.communicate(timeout=30)
+    assert received == render_page(Report(HEAD))
+    assert os.listdir(tmp_path) == ["pipe"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from verl_rollout_skip._version import __version__
-from verl_rollout_skip.cli.commands import COMMANDS
+from verl_rollout_skip.cli.commands import COMMANDS, Result
 
 EXIT_CODES = {
     0: "all is well",
@@ -27,7 +27,7 @@ examples:
   rollout-skip stats /data/dumps/RUN/VARIANT       its steps in numbers
   rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5
                                                    one trajectory
-  rollout-skip verify /data/dumps --json           check everything, for a script
+  rollout-skip verify /data/dumps --json           check all, for a script
 """
 
 
@@ -39,15 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows only ASCII is no reason to fail
     try:
-        code = _run(make_parser(given[:1]).parse_args(given))
-        sys.stdout.flush()
-        return code
+        parsed = make_parser(given[:1]).parse_args(given)
+        result = parsed.module.run(parsed)
+        _show(parsed, result)
+        return int(result.exit_code)
     except KeyboardInterrupt:
         print("rollout-skip: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it exits
-        return 0
     except Exception as error:  # whatever a file system or a library raises is one line for the user
         print(f"rollout-skip: error: {describe(error)}", file=sys.stderr)
         return 2
@@ -81,31 +79,41 @@ def describe(error: BaseException) -> str:
         text = f"{error.strerror}: {place}" if place else error.strerror
     else:
         text = str(error)
-    return " ".join(text.split()) or type(error).__name__
+    return _one_line(text) or type(error).__name__
+
+
+def _one_line(text: str) -> str:
+    """Nothing in it commands a terminal: errors quote names and files of others."""
+    from verl_rollout_skip.cli.text import clean
+
+    return clean(" ".join(text.split()))
 
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong with the arguments in one line, as it is with every other error."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"rollout-skip: error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"rollout-skip: error: {_one_line(message)}; see {self.prog} --help\n")
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, width=_WIDTH, max_help_position=26)
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _show(parsed: argparse.Namespace, result: Result) -> None:
+    """Print what a command found. A reader that stops early has seen enough, and the exit code stays the same."""
     from verl_rollout_skip.cli.text import make_console
 
-    result = parsed.module.run(parsed)
-    if parsed.json:
-        # Infinities and NaN become words: every JSON reader takes those.
-        data = json.loads(json.dumps(result.data, default=_plain), parse_constant=str)
-        print(json.dumps(data, indent=2, ensure_ascii=False))
-    else:
-        parsed.module.render(make_console(), result.data)
-    return int(result.exit_code)
+    try:
+        if parsed.json:
+            # Infinities and NaN become words: every JSON reader takes those.
+            data = json.loads(json.dumps(result.data, default=_plain), parse_constant=str)
+            print(json.dumps(data, indent=2, ensure_ascii=False))
+        else:
+            parsed.module.render(make_console(), result.data)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it exits
 
 
 def _plain(value: Any) -> Any:

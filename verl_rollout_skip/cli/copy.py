@@ -12,7 +12,7 @@ from verl_rollout_skip.cli.commands import Result
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import line, progress, table
 from verl_rollout_skip.entries import Entries
-from verl_rollout_skip.errors import ConfigError, StoreError
+from verl_rollout_skip.errors import ConfigError, ManifestError, StoreError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.entry import EntryRecord
@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recordings, tokenizers and pins. DST then holds what SRC holds, at the same places below it. Each entry is "
         "checked by its digest and appears whole or not at all. Run the same command again to go on after an "
         "interruption, or to copy what was recorded since. Nothing is overwritten: another rollout under the same "
-        "key is kept and reported. The exit code is 1 if entries are damaged or in conflict; the others are copied.",
+        "key is kept and reported. The exit code is 1 if entries or manifests are damaged or in conflict; the others "
+        "are copied.",
         "  rollout-skip copy /data/dumps/RUN /backup/RUN\n"
         "  rollout-skip copy /data/dumps s3://bucket/dumps --read-back\n"
         "  rollout-skip copy /data/dumps/RUN/VARIANT /data/first --steps 1",
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> Result:
     place = find_place(parsed.src, parsed.steps)
+    place.check_chosen()
     if parsed.jobs < 1:
         raise ConfigError(f"--jobs is {parsed.jobs}; give 1 or more.")
     work = [(variant, target, place.keys(variant)) for variant, target in _destinations(place, parsed.dst)]
@@ -63,12 +65,13 @@ def render(console: Console, data: dict[str, Any]) -> None:
             variant["name"],
             variant["copied"],
             variant["present"],
-            len(variant["problems"]),
+            variant["not_copied"],
             format_size(variant["bytes"]),
         )
         for variant in data["variants"]
     ]
-    table(console, ("variant", "copied", "there already", "not copied", "size"), rows, left=("variant",))
+    headers = ("variant", "copied", "there already", "not copied", "size")
+    table(console, headers, rows, left=("variant",), shorten=("variant",))
     for variant in data["variants"]:
         for problem in variant["problems"]:
             line(console, f"{problem['outcome']}: {problem['error']}", "red")
@@ -80,7 +83,11 @@ def _copy(
 ) -> dict[str, Any]:
     task = bar.add_task(variant.name, total=len(keys))
     storage = open_storage(target)
-    copy_description(variant.storage, storage)
+    try:
+        copy_description(variant.storage, storage)
+    except ManifestError as error:
+        bar.advance(task, len(keys))
+        return {**_plain(variant, target, Copied()), **_refused(keys, error)}
     copied = copy_entries(
         variant.storage,
         storage,
@@ -130,6 +137,13 @@ def _plain(variant: Variant, target: str, copied: Copied) -> dict[str, Any]:
         "destination": target,
         "copied": copied.count(Outcome.COPIED),
         "present": copied.count(Outcome.PRESENT),
+        "not_copied": len(problems),
         "bytes": sum(entry.bytes for entry in copied.entries if entry.outcome is Outcome.COPIED),
         "problems": problems,
     }
+
+
+def _refused(keys: list[RolloutKey], error: ManifestError) -> dict[str, Any]:
+    """Entries without the manifest that says what they were made from would be of no use, so none is copied."""
+    problem = {"step": None, "gen_batch": None, "outcome": "manifest", "error": str(error)}
+    return {"not_copied": len(keys), "problems": [problem]}

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lengths shift. Rows are paired by the tokens of their prompts. The exit code is 0 if the settings, the "
         "training and the rollouts are the same, whatever the layout and the versions, and 1 if not.",
         "  rollout-skip diff /data/dumps/RUN/VARIANT /data/dumps/RUN/OTHER\n"
-        "  rollout-skip diff /data/dumps/RUN/VARIANT/step_000001 /data/dumps/RUN/VARIANT/step_000002\n"
-        "  rollout-skip diff /data/dumps/RUN/VARIANT /data/dumps/RUN/OTHER --steps 1 --json",
+        "  rollout-skip diff dumps/RUN/VARIANT/step_000001 dumps/RUN/VARIANT/step_000002\n"
+        "  rollout-skip diff /data/dumps/RUN/VARIANT /data/dumps/RUN/OTHER --steps 1",
     )
     add_path(parser, "a", PATH_HELP)
     add_path(parser, "b", "the same of the other one")
@@ -73,19 +73,15 @@ def _pair_variants(a: Place, b: Place) -> tuple[list[tuple[Variant, Variant]], l
     """The two variants if each side has one; otherwise those with the same name, and what is left on each side."""
     if len(a.variants) == len(b.variants) == 1:
         return [(a.variants[0], b.variants[0])], [], []
-    by_name = [{_relative(place, variant): variant for variant in place.variants} for place in (a, b)]
+    # Two runs pair by the names of their variants; with several runs on one side, run and name count on both.
+    parts = 2 if any(len({variant.run_path for variant in place.variants}) > 1 for place in (a, b)) else 1
+    by_name = [{tuple(variant.path.split("/")[-parts:]): variant for variant in place.variants} for place in (a, b)]
     both = [name for name in by_name[0] if name in by_name[1]]
     if not both:
         listed = ", ".join(variant.path for place in (a, b) for variant in place.variants)
         raise StoreError(f"No variant of {a.path} is in {b.path}. Choose one on each side: {listed}")
     only = [[variant for name, variant in side.items() if name not in both] for side in by_name]
     return [(by_name[0][name], by_name[1][name]) for name in both], only[0], only[1]
-
-
-def _relative(place: Place, variant: Variant) -> str:
-    """Variants of two runs pair by their names, those of two dump_dirs by run and name."""
-    several_runs = len({other.run_path for other in place.variants}) > 1
-    return "/".join(variant.path.rsplit("/", 2)[1 if several_runs else 2 :])
 
 
 def _compare(a: Place, b: Place, one: Variant, two: Variant, parsed: argparse.Namespace) -> dict[str, Any]:

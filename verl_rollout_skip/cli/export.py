@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from rich.console import Console
 
 from verl_rollout_skip.cli.arguments import add_path, add_steps, add_tokenizer, describe
 from verl_rollout_skip.cli.commands import Result
-from verl_rollout_skip.cli.folders import find_place
+from verl_rollout_skip.cli.folders import Variant, find_place
 from verl_rollout_skip.cli.text import counted, line, progress
-from verl_rollout_skip.decoding import find_decoder
-from verl_rollout_skip.errors import ConfigError, StoreError
+from verl_rollout_skip.decoding import need_decoder
+from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.exporting import Format, export
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.trajectories import Trajectory, read_trajectories
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "datasets.load_from_disk. Special tokens are left out of the text, as verl does. The digest of each entry is "
         "checked; a file appears when it is complete.",
         "  rollout-skip export /data/dumps/RUN/VARIANT -o texts --format jsonl\n"
-        "  rollout-skip export /data/dumps/RUN/VARIANT -o texts.parquet --format parquet --steps 1-2\n"
+        "  rollout-skip export /data/dumps/RUN/VARIANT -o first --steps 1\n"
+        "  rollout-skip export /data/dumps/RUN/VARIANT -o a.parquet --format parquet\n"
         "  rollout-skip export /data/dumps/RUN/VARIANT -o dataset --format dataset",
     )
     add_path(parser)
@@ -46,11 +48,9 @@ def run(parsed: argparse.Namespace) -> Result:
     place = find_place(parsed.path, parsed.steps)
     variant = place.only_variant()
     keys = place.chosen_keys(variant)
-    if "://" in parsed.out:
-        raise ConfigError(f"--out is {parsed.out}; exports go to a local folder.")
-    decoder = find_decoder(variant.path, variant.manifest, parsed.tokenizer)
-    if decoder is None:
-        raise StoreError(f"There is no tokenizer in {variant.path} to make text with: give one with --tokenizer DIR.")
+    form, out = Format(parsed.format), Path(parsed.out).expanduser()
+    _check_out(parsed.out, out, variant, form)
+    decoder = need_decoder(variant.path, variant.manifest, parsed.tokenizer)
     store, rows = variant.store, 0
 
     def rollouts(bar: Any) -> Iterator[tuple[RolloutKey, Iterator[Trajectory]]]:
@@ -61,7 +61,7 @@ def run(parsed: argparse.Namespace) -> Result:
             yield key, read_trajectories(entry)
 
     with progress(parsed.json) as bar:
-        made = export(rollouts(bar), decoder, Format(parsed.format), Path(parsed.out).expanduser(), parsed.overwrite)
+        made = export(rollouts(bar), decoder, form, out, parsed.overwrite)
     data = {"path": variant.path, "format": parsed.format, "tokenizer": decoder.source, "entries": len(keys)}
     return Result({**data, "rows": rows, "files": [str(path) for path in made]})
 
@@ -71,3 +71,14 @@ def render(console: Console, data: dict[str, Any]) -> None:
         line(console, path)
     rows, entries = counted(data["rows"], "trajectory", "trajectories"), counted(data["entries"], "entry", "entries")
     line(console, f"{rows} of {entries} as {data['format']}", "green")
+
+
+def _check_out(given: str, out: Path, variant: Variant, form: Format) -> None:
+    """Nothing is written into a recording, and no folder that holds one is taken for a dataset to replace."""
+    if "://" in given:
+        raise ConfigError(f"--out is {given}; exports go to a local folder.")
+    if "://" in variant.path:
+        return
+    source, target = os.path.realpath(variant.path), os.path.realpath(out)
+    if f"{target}/".startswith(f"{source}/") or (form is Format.DATASET and f"{source}/".startswith(f"{target}/")):
+        raise ConfigError(f"--out {given} and {variant.path} lie within one another: give a place beside the source.")

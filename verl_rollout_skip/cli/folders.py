@@ -16,7 +16,7 @@ from verl_rollout_skip.config import Steps, parse_steps
 from verl_rollout_skip.entries import Entries, describe_steps
 from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, StoreError
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.manifest import NAME, Manifest, read_manifest
+from verl_rollout_skip.manifest import NAME, Manifest, folder_of, read_manifest
 from verl_rollout_skip.store import names
 from verl_rollout_skip.store.locations import join, open_storage
 from verl_rollout_skip.store.storage import HERE, Storage
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ALL_STEPS = Steps()
 _DEPTH = 2
-_STEP = re.compile(r"(?P<variant>.+)/(?P<folder>step_\d{6,})(?:/(?P<batch>gen_\d{3,})\.(?:parquet|json))?")
+_STEP = re.compile(r"(?:(?P<variant>.+)/)?(?P<folder>step_\d{6,})(?:/(?P<batch>gen_\d{3,})\.(?:parquet|json))?")
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,27 @@ class Place:
         """The same as ``keys``; none is an error that says what there is."""
         found = self.keys(variant)
         if not found:
-            steps = describe_steps({key.step for key in variant.entries})
-            held = f"holds steps {steps}" if steps else "holds nothing"
-            wanted = f"steps {self.steps}" if self.is_part else "anything"
-            raise EntryNotFoundError(f"{variant.path} does not hold {wanted}; it {held}.")
+            raise self._not_found([variant])
         return found
+
+    def check_chosen(self) -> None:
+        """Raise if some steps are meant and no variant holds any of them."""
+        if self.is_part and not any(self.keys(variant) for variant in self.variants):
+            raise self._not_found(self.variants)
+
+    def _not_found(self, variants: list[Variant]) -> EntryNotFoundError:
+        keys = {key for variant in variants for key in variant.entries}
+        batches = sorted(key.gen_batch for key in keys if key.step in self.steps)
+        wanted, held = f"steps {self.steps}" if self.is_part else "anything", "nothing"
+        if self.gen_batch is not None and batches:
+            wanted, held = f"generation batch {self.gen_batch} of step {self.steps}", f"generation batches {batches}"
+        elif keys:
+            held = f"steps {describe_steps({key.step for key in keys})}"
+        if len(variants) == 1:
+            return EntryNotFoundError(f"{variants[0].path} does not hold {wanted}; it holds {held}.")
+        return EntryNotFoundError(
+            f"None of the {len(variants)} variants in {self.path} holds {wanted}; they hold {held}."
+        )
 
 
 def find_place(path: str, steps: str | None = None) -> Place:
@@ -118,14 +134,13 @@ def find_place(path: str, steps: str | None = None) -> Place:
         if steps is not None:
             raise StoreError(f"{path} is a step already: give either a step's path or --steps.")
         selected = Steps(((folder, folder),))
-    root = folder_path.rstrip("/").removesuffix(f"/{NAME}") or "/"
+    root = folder_of(folder_path)
     return Place(path, open_storage(root).where().rstrip("/"), find_variants(root), selected, gen_batch)
 
 
 def find_variants(path: str) -> list[Variant]:
     """All variants at or below a path; none is an error."""
-    root = path.rstrip("/").removesuffix(f"/{NAME}") or "/"
-    found = [open_variant(folder) for folder in _walk(root, _DEPTH)]
+    found = [open_variant(folder) for folder in _walk(folder_of(path), _DEPTH)]
     if not found:
         raise StoreError(_nothing_there(path))
     return sorted(found, key=lambda variant: (variant.run_path, _age(variant), variant.path))
@@ -148,7 +163,7 @@ def _split(path: str) -> tuple[str, int | None, int | None]:
     if match is None or step is None:
         return path, None, None
     gen_batch = names.parse_data(f"{match['batch']}.parquet") if match["batch"] else None
-    return match["variant"], step, gen_batch
+    return match["variant"] or ".", step, gen_batch
 
 
 def _walk(folder: str, depth: int) -> Iterator[str]:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "dumps the input of a rollout step too; entries without it can be looked at, compared and exported, but no "
         "training loads them. The exit code is 1 if dumps are damaged or cannot be stored; the others are imported.",
         "  rollout-skip import /data/verl_dumps /data/imported --trust-pickle\n"
-        "  rollout-skip import /data/verl_dumps /data/dumps --config /data/config.yaml --trust-pickle",
+        "  rollout-skip import verl_dumps dumps --config config.yaml --trust-pickle",
     )
     parser.add_argument(
         "path", metavar="PATH", help="skip_dump_dir or dump_dir of verl, or a single dump; a local path"

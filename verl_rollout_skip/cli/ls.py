@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from verl_rollout_skip.analysis import weighted_mean
+from verl_rollout_skip.analysis import whole_mean
 from verl_rollout_skip.cli.arguments import add_path, add_steps, describe
 from verl_rollout_skip.cli.commands import Result
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> Result:
     place = find_place(parsed.path, parsed.steps)
+    place.check_chosen()
     runs: dict[str, dict[str, Any]] = {}
     first: dict[str, Variant] = {}
     for variant in place.variants:
@@ -48,7 +49,8 @@ def render(console: Console, data: dict[str, Any]) -> None:
     for run in data["runs"]:
         line(console, run["run"], "bold")
         headers = ("variant", "recorded", "steps", "entries", "rows", "size", "score", "length", "layout")
-        table(console, headers, [_row(found) for found in run["variants"]], left=("variant", "recorded", "steps"))
+        rows = [_row(found) for found in run["variants"]]
+        table(console, headers, rows, left=("variant", "recorded", "steps"), shorten=("steps", "variant"))
         for found in run["variants"]:
             _render_notes(console, found)
         console.print()
@@ -86,8 +88,8 @@ def _variant(place: Place, variant: Variant, first: Variant | None) -> dict[str,
         "steps": describe_steps({record.key.step for record in records}) or "none",
         "rows": sum(record.rows for record in records),
         "bytes": sum(record.bytes for record in records),
-        "mean_score": weighted_mean((record.mean_score, record.rows) for record in records),
-        "mean_response_length": weighted_mean((record.mean_response_length, record.rows) for record in records),
+        "mean_score": whole_mean((record.mean_score, record.rows) for record in records),
+        "mean_response_length": whole_mean((record.mean_response_length, record.rows) for record in records),
         "compared_with": None if differs is None or first is None else first.name,
         "differs": differs,
         "training_differs": training,

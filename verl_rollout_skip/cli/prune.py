@@ -16,6 +16,7 @@ from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.pruning import (
     Conditions,
     RecordedStep,
+    Stayed,
     VariantPlan,
     carry_out,
     choose_steps,
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> Result:
     place = find_place(parsed.path, parsed.steps)
     conditions = _conditions(parsed, place)
+    place.check_chosen()
     plans = [look_at(variant.path, variant.run_path, variant.storage) for variant in place.variants]
     if conditions is not None:
         choose_steps(plans, conditions)
@@ -79,9 +81,9 @@ def run(parsed: argparse.Namespace) -> Result:
     data = {
         "dry_run": not parsed.yes,
         "total_bytes": total,
-        "freed_bytes": sum(plan.bytes for plan in plans) - sum(s.bytes for steps in stayed.values() for s in steps),
+        "freed_bytes": sum(plan.bytes for plan in plans) - sum(s.bytes for one in stayed.values() for s in one.steps),
         "above_max_size": _above(plans, conditions),
-        "variants": [_plain(plan, stayed.get(plan.path, [])) for plan in plans],
+        "variants": [_plain(plan, stayed.get(plan.path, Stayed())) for plan in plans],
     }
     return Result(data)
 
@@ -89,7 +91,7 @@ def run(parsed: argparse.Namespace) -> Result:
 def render(console: Console, data: dict[str, Any]) -> None:
     steps = files = wholes = 0
     for variant in data["variants"]:
-        if variant["steps"] or variant["files"] or variant["pinned"] or variant["whole"]:
+        if any(variant[key] for key in ("steps", "files", "pinned", "whole", "stays_because")):
             _render_variant(console, variant)
         steps += len(variant["steps"])
         files += len(variant["files"])
@@ -135,7 +137,7 @@ def _conditions(parsed: argparse.Namespace, place: Place) -> Conditions | None:
     )
 
 
-def _carry_out(plans: list[VariantPlan], quiet: bool) -> dict[str, list[RecordedStep]]:
+def _carry_out(plans: list[VariantPlan], quiet: bool) -> dict[str, Stayed]:
     with progress(quiet) as bar:
         task = bar.add_task("removing", total=sum(len(plan.steps) for plan in plans))
         return {plan.path: carry_out(plan, lambda: bar.advance(task)) for plan in plans}
@@ -148,14 +150,15 @@ def _above(plans: list[VariantPlan], conditions: Conditions | None) -> int:
     return max(left - conditions.max_size, 0)
 
 
-def _plain(plan: VariantPlan, stayed: list[RecordedStep]) -> dict[str, Any]:
+def _plain(plan: VariantPlan, stayed: Stayed) -> dict[str, Any]:
     return {
         "path": plan.path,
-        "whole": plan.whole and not stayed,
-        "steps": [_plain_step(step) for step in plan.steps if step not in stayed],
-        "pinned": [_plain_step(step) for step in [*plan.pinned, *stayed]],
+        "whole": plan.whole and not stayed.reasons,
+        "stays_because": stayed.reasons,
+        "steps": [_plain_step(step) for step in plan.steps if step not in stayed.steps],
+        "pinned": [_plain_step(step) for step in [*plan.pinned, *stayed.steps]],
         "files": [{"path": plan.storage.where(file.folder, file.name), "bytes": file.bytes} for file in plan.files],
-        "in_use": bool(plan.steps) and time.time() - plan.recorded < _IN_USE_S,
+        "in_use": (plan.whole or bool(plan.steps)) and time.time() - plan.recorded < _IN_USE_S,
     }
 
 
@@ -176,6 +179,8 @@ def _render_variant(console: Console, variant: dict[str, Any]) -> None:
     if variant["pinned"]:
         steps = ", ".join(str(step["step"]) for step in variant["pinned"])
         line(console, f"pinned, so it stays: {steps}", "yellow")
+    for reason in variant["stays_because"]:
+        line(console, f"the variant stays: {reason}", "yellow")
     if variant["in_use"]:
         line(console, "recorded into within the last ten minutes: a training may be using it", "yellow")
     console.print()

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The exit code is 1 if a rollout step cannot be read; the page then shows which\n"
         "and why.",
         "  rollout-skip report /data/dumps/RUN/VARIANT -o report.html\n"
-        "  rollout-skip report /data/dumps/RUN/VARIANT --steps 1-10 --groups 64 --responses 8",
+        "  rollout-skip report /data/dumps/RUN/VARIANT --groups 64 --responses 8",
     )
     add_path(parser)
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from verl_rollout_skip.cli.commands import Result
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from verl_rollout_skip.cli.text import line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +37,12 @@ def run(parsed: argparse.Namespace) -> Result:
     from verl_rollout_skip.entries import describe_steps
     from verl_rollout_skip.messages import show_messages
     from verl_rollout_skip.resume import plan_resumption, run_resumption
-    from verl_rollout_skip.rollout import RolloutSkip
 
     show_messages()
     resumption = plan_resumption(parsed.manifest, parsed.overrides)
+    # Imported late: torch takes seconds, and a wrong path should not.
+    from verl_rollout_skip.rollout import RolloutSkip
+
     with RolloutSkip.open(resumption.config) as skip:
         steps = describe_steps({key.step for key in skip.recorded_keys()})
     data = {
@@ -57,8 +59,8 @@ def run(parsed: argparse.Namespace) -> Result:
 
 
 def render(console: Console, data: dict[str, Any]) -> None:
-    console.print(f"{data['manifest']}: {data['trainer']}, steps {data['recorded_steps']} are recorded")
+    line(console, f"{data['manifest']}: {data['trainer']}, steps {data['recorded_steps']} are recorded")
     for key, value in data["followed"].items():
-        console.print(f"  {key} followed to {value}")
+        line(console, f"  {key} followed to {value}")
     if not data["trained"]:
-        console.print("nothing was run (--dry-run)")
+        line(console, "nothing was run (--dry-run)")

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> Result:
     place = find_place(parsed.path, parsed.steps)
+    place.check_chosen()
     variants = [_variant(place, variant, parsed.json) for variant in place.variants]
     damaged = any(variant["unreadable"] for variant in variants)
     return Result({"variants": variants}, 1 if damaged else 0)
@@ -100,17 +101,19 @@ def _plain(step: StepStatistics) -> dict[str, Any]:
 
 
 def _total(steps: list[StepStatistics]) -> dict[str, Any]:
-    """Over all steps; means count each trajectory once."""
+    """Over all steps; means count each trajectory once, that of the scores each one whose score is finite."""
 
     def total(values: list[Any]) -> Any:
         return None if not values or None in values else sum(values)
+
+    scores = [(step.score.mean, step.rows - step.score.nonfinite) for step in steps if step.score is not None]
 
     return {
         "entries": len(steps),
         "rows": sum(step.rows for step in steps),
         "prompt_tokens": total([step.prompt_tokens for step in steps]),
         "response_tokens": total([step.response_tokens for step in steps]),
-        "score_mean": weighted_mean((None if step.score is None else step.score.mean, step.rows) for step in steps),
+        "score_mean": weighted_mean(scores),
         "pass_rate": weighted_mean((step.pass_rate, step.rows) for step in steps),
         "length_mean": weighted_mean((None if step.length is None else step.length.mean, step.rows) for step in steps),
         "at_limit": weighted_mean((None if step.length is None else step.length.at_limit, step.rows) for step in steps),

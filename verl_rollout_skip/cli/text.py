@@ -16,14 +16,23 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _PIPE_WIDTH = 160
+_TABLE_WIDTH = 80
 _CELL_WIDTH = 40
+_LEAST_WIDTH = 8
 NOTHING = "–"
+
+
+class _Output(Console):
+    """Leaves it to the caller what a reader that stops early means; rich itself would exit with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
 
 
 def make_console() -> Console:
     """Standard output; wide where nobody looks at the width."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=_PIPE_WIDTH)
+    console = _Output(highlight=False, markup=False, emoji=False)
+    return console if console.is_terminal else _Output(highlight=False, markup=False, emoji=False, width=_PIPE_WIDTH)
 
 
 def clean(value: Any) -> str:
@@ -66,10 +75,26 @@ def moment(stamp: str | None) -> str:
     return NOTHING if stamp is None else clean(stamp)[:16].replace("T", " ")
 
 
-def table(console: Console, headers: Sequence[str], rows: Iterable[Sequence[Any]], left: Iterable[str] = ()) -> None:
-    """Columns under bold headers, numbers to the right, those named in ``left`` to the left; quick for many rows."""
+def table(
+    console: Console,
+    headers: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    left: Iterable[str] = (),
+    shorten: Iterable[str] = (),
+) -> None:
+    """Columns under bold headers, numbers to the right, those named in ``left`` to the left; quick for many rows.
+
+    If it is wider than the terminal, the columns named in ``shorten`` are cut, the first of them first.
+    """
     cells = [[_short(clean(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    excess = sum(widths) + 2 * (len(widths) - 1) - (console.width if console.is_terminal else _TABLE_WIDTH)
+    for place in map(headers.index, shorten):
+        cut = min(excess, widths[place] - max(len(headers[place]), _LEAST_WIDTH))
+        if cut > 0:
+            excess, widths[place] = excess - cut, widths[place] - cut
+            for row in cells:
+                row[place] = _short(row[place], widths[place])
     to_left = {*left}
 
     def laid_out(row: Sequence[str]) -> str:
@@ -90,6 +115,6 @@ def progress(quiet: bool) -> Iterator[Progress]:
         yield bar
 
 
-def _short(text: str) -> str:
+def _short(text: str, width: int = _CELL_WIDTH) -> str:
     text = text.replace("\n", "\\n")
-    return text if len(text) <= _CELL_WIDTH else f"{text[: _CELL_WIDTH - 1]}…"
+    return text if len(text) <= width else f"{text[: width - 1]}…"

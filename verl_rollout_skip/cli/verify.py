@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> Result:
     place = find_place(parsed.path, parsed.steps)
+    place.check_chosen()
     problems: list[dict[str, Any]] = []
     checked = size = 0
     with progress(parsed.json) as bar:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import secrets
 from functools import cache
 from importlib import resources
 from pathlib import Path
 
 from verl_rollout_skip.errors import StoreError
+from verl_rollout_skip.new_files import new_file
 from verl_rollout_skip.report.collect import Report, script_json
 
 _SCRIPTS = ("dom", "model", "charts", "table", "tokens", "groups", "filters", "live", "main")
@@ -34,16 +34,12 @@ def render_live_page(head: str) -> bytes:
 
 def write_report(report: Report, path: str | os.PathLike[str]) -> int:
     """Write the page to a file, whole or not at all; returns its size in bytes."""
-    target = Path(path)
     data = render_page(report)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        temporary.write_bytes(data)
-        os.replace(temporary, target)
+        with new_file(Path(path)) as file:
+            file.write_bytes(data)
     except OSError as error:
-        raise StoreError(f"The report was not written to {target}: {error.strerror or error}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise StoreError(f"The report was not written to {path}: {error.strerror or error}.") from error
     return len(data)
 
 
