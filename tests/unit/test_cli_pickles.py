@@ -360,6 +360,39 @@ def test_a_tensor_cannot_reach_beyond_its_storage(tmp_path: Path, size: Any, str
         read(tmp_path, pickle.dumps(Reduces(*asked[:1], *asked[1])))
 
 
+@pytest.mark.parametrize("path", DUMPS, ids=lambda path: "/".join(path.parts[-4:]))
+def test_an_honest_dump_is_read_whatever_its_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a file may cost grows with it: without the part that every file has, as if it had gigabytes."""
+    monkeypatch.setattr("verl_rollout_skip.upstream.values._FREE_WEIGHT", 0)
+    read_dump_file(str(path))
+
+
+def test_tensors_and_what_the_rollouts_of_a_prompt_share_are_no_repetition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl import DataProto
+
+    monkeypatch.setattr("verl_rollout_skip.upstream.values._FREE_WEIGHT", 0)
+    image, tests = (
+        np.zeros((64, 64, 3), dtype=np.uint8),
+        [{"input": [number], "output": number} for number in range(99)],
+    )
+    rows = [{"image": image, "tests": tests}] * 64
+    batch = DataProto.from_dict({"responses": torch.arange(64 * 4096).reshape(64, 4096)})
+    batch.non_tensor_batch = {"extra": np.array([*rows, None], dtype=object)[:64]}
+    batch.save_to_disk(tmp_path / "dump")
+    found = read_dump_file(str(tmp_path / "dump"))
+    assert torch.equal(found.batch["responses"], batch.batch["responses"])
+    assert found.non_tensor_batch["extra"][63]["tests"] == tests
+
+
+def test_many_tensors_of_one_storage_are_no_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_rollout_skip.upstream.values._FREE_WEIGHT", 0)
+    whole = torch.arange(1 << 17)
+    torch.save(list(whole.chunk(1024)), tmp_path / "dump")
+    assert torch.equal(torch.cat(read_dump_file(str(tmp_path / "dump"))), whole)
+
+
 def name_of(module: str, name: str) -> bytes:
     return b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name)) + b"\x93"
 
