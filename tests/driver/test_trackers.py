@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from verl_rollout_skip.trajectories import read_trajectories
 
 STEPS = [1, 2, 3]
 HIT = "timing_s/rollout_skip/hit"
+_BLOCK, _WHOLE, _LAST = 1 << 15, 1, 4
 
 
 def expected_rows(trainings: Trainings, step: int) -> list[list[Any]]:
@@ -38,22 +41,36 @@ def in_tensorboard(folder: Path) -> tuple[dict[int, float], dict[int, str]]:
 def in_wandb(folder: Path) -> tuple[dict[int, float], dict[int, list[list[Any]]]]:
     """The hits and the sample rows by step, from the file that wandb keeps of a run that is offline."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (run,) = folder.glob("wandb/offline-run-*")
     (path,) = run.glob("*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(path))
     hits, tables = {}, {}
-    while data := store.scan_data():
+    for data in log_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         if HIT in items:
             hits[items["_step"]] = items[HIT]
-        if NAME in items:
-            tables[items["_step"]] = json.loads((run / "files" / items[NAME]["path"]).read_text())["data"]
+        if NAME in items or f"{NAME}.path" in items:
+            place = items[f"{NAME}.path"] if NAME not in items else items[NAME]["path"]
+            tables[items["_step"]] = json.loads((run / "files" / place).read_text())["data"]
     return hits, tables
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records in a file of wandb, which has the format of LevelDB's logs after a header of seven bytes."""
+    place, parts = 7, b""
+    while place < len(data):
+        left = _BLOCK - place % _BLOCK
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (_WHOLE, _LAST):
+            yield parts
+            parts = b""
 
 
 def test_the_trainer_logs_its_numbers_and_sample_rows_to_tensorboard_and_wandb(
