@@ -518,11 +518,11 @@ HEAVY = {
     "too many dimensions": ARRAY + b"(K\x01(" + b"K\xff" * 20_000 + b"t" + I1 + b"\x89C\x00tb.",
     "text over and over": long_bytes(bytes(1 << 20)) + b"\x940](" + b"h\x00" * 20_000 + b"e.",
     "pairs over and over": b"]("
-    + b"K\x01N\x86" * 5_000
+    + b"K\x01N\x86" * 3_000
     + b"e\x85\x940"
     + name_of("collections", "OrderedDict")
     + b"\x940]("
-    + b"h\x01h\x00R" * 5_000
+    + b"h\x01h\x00R" * 3_000
     + b"e.",
     "array over and over": long_bytes(bytes(1 << 20))
     + b"\x940]("

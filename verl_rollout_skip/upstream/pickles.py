@@ -19,6 +19,7 @@ from verl_rollout_skip.errors import StoreError
 
 _MAX_OPCODES = 50_000_000
 _MAX_TEXT = 200
+_KEYS = (str, int, float, bytes, type(None))
 # Larger integers can be chosen such that all have the same hash, and a dict of them takes quadratic time.
 _INT64 = range(-(2**63), 2**63)
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -90,7 +91,7 @@ def shortened(text: object) -> str:
 
 def check_key(key: Any) -> Any:
     """The key of a dict, if it is a plain value: the hash of any other may not end, or overflow the stack."""
-    if not isinstance(key, str | int | float | bytes | None):
+    if not isinstance(key, _KEYS):
         raise DamagedDumpError(f"A dict in it has a {type(key).__name__} as a key.")
     if isinstance(key, int) and key not in _INT64:
         raise DamagedDumpError("A dict in it has an integer of more than 64 bits as a key.")

@@ -33,9 +33,13 @@ _MAX_DIMENSIONS = 32
 _FREE_WEIGHT = 2_000_000
 # Rollouts of one prompt share what belongs to it, so an honest file weighs a multiple of its size.
 _WEIGHT_PER_BYTE = 64
+# Calls can share their pairs without end, and each pair is looked at several times.
+_PAIR_WEIGHT = 8
 _FREE_ROWS = 1 << 20
 # What stands before the bytes of a storage has about fifty instructions.
 _MAX_HEADER_OPCODES = 1000
+_NODES = (dict, list, tuple, Call, Persistent, Name)
+_WITH_SIZE = (str, bytes, int)
 _DTYPE = re.compile(r"[biufcSU?O][0-9]{0,9}")
 STORAGES = {
     "FloatStorage": torch.float32,
@@ -111,8 +115,8 @@ class Builder:
 
     def build(self, node: Any) -> Any:
         """The value of a node; the same node always gives the same value."""
-        if not isinstance(node, dict | list | tuple | Call | Persistent | Name):
-            if isinstance(node, str | bytes | int):
+        if not isinstance(node, _NODES):
+            if isinstance(node, _WITH_SIZE):
                 self.budget.weigh(_words(node))
             return node
         known = self._made.get(id(node))
@@ -192,6 +196,7 @@ def _ordered_dict(builder: Builder, call: Call) -> dict[Any, Any]:
     pairs = call.arguments[0] if call.arguments else []
     if not isinstance(pairs, list | tuple) or any(type(pair) not in (list, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError("it is not made of pairs")
+    builder.budget.weigh(_PAIR_WEIGHT * len(pairs))
     return {check_key(key): builder.build(value) for key, value in [*pairs, *call.items]}
 
 
