@@ -577,7 +577,8 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, data in HEAVY.items():
         (folder / name).write_bytes(data)
     paths = [str(folder / name) for name in HEAVY]
-    done = subprocess.run([sys.executable, "-c", CHILD, *paths], capture_output=True, text=True, check=True)
+    command, root = [sys.executable, "-c", CHILD, *paths], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout)
     return found
 
