@@ -271,11 +271,9 @@ class Evil:
 
 
 @pytest.mark.parametrize("where", ["whole file", "column", "tensors"])
-def test_a_hostile_dump_is_refused_and_nothing_of_it_runs_and_the_others_are_imported(
-    tmp_path: Path, where: str
-) -> None:
+def test_a_hostile_dump_ends_the_import_and_nothing_of_it_runs(tmp_path: Path, where: str) -> None:
     shutil.copytree(dumps_of("0.9.1"), tmp_path / "dumps")
-    path = tmp_path / "dumps" / BELOW / "1" / "gen_batch.dp"
+    path = tmp_path / "dumps" / BELOW / "2" / "gen_batch.dp"
     batch = make.generated(2)
     if where == "whole file":
         path.write_bytes(pickle.dumps(Evil()))
@@ -287,14 +285,8 @@ def test_a_hostile_dump_is_refused_and_nothing_of_it_runs_and_the_others_are_imp
 
         batch.batch.set("evil", NonTensorData(Evil(), batch_size=[4]))
         batch.save_to_disk(path)
-    done = run("import", tmp_path / "dumps", tmp_path / "imported", "--trust-pickle", "--json", cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
-    [problem] = found["problems"]
-    assert problem["path"] == str(path)
-    for words in ("It is refused as unsafe.", "system", "Nothing of it was run."):
-        assert words in problem["error"]
-    assert keys_of(found) == [(2, 0)]
+    done = run("import", tmp_path / "dumps", tmp_path / "imported", "--trust-pickle", cwd=tmp_path)
+    assert_one_line_error(done, "is refused", "system", "Nothing of it was run", "1 dumps were imported before")
     assert not (tmp_path / "marker").exists()
 
 
@@ -350,7 +342,7 @@ def test_a_dump_that_cannot_be_opened_is_a_problem(tmp_path: Path, capsys: Any) 
 def test_a_refused_file_leaves_no_destination_behind(tmp_path: Path, capsys: Any, content: bytes) -> None:
     (tmp_path / "x_GBS1__N1").write_bytes(content)
     arguments = ["import", str(tmp_path / "x_GBS1__N1"), str(tmp_path / "imported"), "--trust-pickle"]
-    assert main(arguments) == 1
+    assert main(arguments) == (2 if b"system" in content else 1)
     assert "manifest" not in capsys.readouterr().out
     assert not (tmp_path / "imported").exists()
 

@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "finds; you vouch that it is the right one. Without it DST becomes a variant whose settings are not known: it "
         "is used only as rollout_skip.source with on_mismatch=reuse, and then counts as informational. Only verl 0.8 "
         "dumps the input of a rollout step too; entries without it can be looked at, compared and exported, but no "
-        "training loads them. The exit code is 1 if dumps are refused, damaged or cannot be stored; the others are "
-        "imported.",
+        "training loads them. The exit code is 1 if dumps are damaged or cannot be stored; the others are imported.",
         "  rollout-skip import /data/verl_dumps /data/imported --trust-pickle\n"
         "  rollout-skip import /data/verl_dumps /data/dumps --config /data/config.yaml --trust-pickle",
     )

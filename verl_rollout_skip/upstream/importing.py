@@ -107,7 +107,10 @@ class Destination:
 
 
 def import_dumps(dumps: list[Dump], destination: Destination) -> Imported:
-    """Put each dump into the store. One that cannot be read or stored is a problem, and the others are imported."""
+    """Put each dump into the store. One that cannot be read or stored is a problem, and the others are imported.
+
+    A file that asks for anything but data ends it at once.
+    """
     done = Imported()
     calls: Counter[int] = Counter()
     for dump in dumps:
@@ -123,7 +126,9 @@ def import_dumps(dumps: list[Dump], destination: Destination) -> Imported:
             calls[step] += 1
             done.entries.append(_import(destination, key, dump, inputs))
         except UnsafePickleError as error:
-            done.problems.append((where, f"It is refused as unsafe. {error}"))
+            raise UnsafePickleError(
+                f"{where} is refused. {error} {len(done.entries)} dumps were imported before."
+            ) from error
         except (DumpError, ManifestError):
             raise  # it is the destination that cannot be written, which the next dump does not change
         except RolloutSkipError as error:
