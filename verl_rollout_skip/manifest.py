@@ -123,11 +123,22 @@ def write_manifest(storage: Storage, manifest: Manifest) -> Manifest:
         pass  # another process was first, or an earlier one of this run
     found = read_manifest(storage)
     if found is None or found.config_hash != manifest.config_hash:
-        raise ManifestError(
-            f"{storage.where(HERE, NAME)} belongs to rollouts made with other settings, or was deleted by someone else "
-            "while this training started. Nothing is written beside it: use another dump_dir, or move that folder away."
-        )
+        raise _not_ours(storage)
     return found
+
+
+def check_manifest(storage: Storage, manifest: Manifest) -> None:
+    """Raise what ``write_manifest`` would raise if the manifest that is there is one of other rollouts."""
+    found = read_manifest(storage)
+    if found is not None and found.config_hash != manifest.config_hash:
+        raise _not_ours(storage)
+
+
+def _not_ours(storage: Storage) -> ManifestError:
+    return ManifestError(
+        f"{storage.where(HERE, NAME)} belongs to rollouts made with other settings, or was deleted by someone else "
+        "while this training started. Nothing is written beside it: use another dump_dir, or move that folder away."
+    )
 
 
 def read_manifest(storage: Storage, folder: str = HERE) -> Manifest | None:

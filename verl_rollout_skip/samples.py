@@ -1,22 +1,29 @@
 """A few rows of each rollout step for the trackers of a training: what was asked, what was answered, how it scored.
 
-verl logs such rows of its validation; these are of the steps that it trains on, loaded or generated.
+verl logs such rows of its validation; these are of the steps that it trains on, loaded or generated. A training never
+ends because they cannot be shown.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
+
+from verl_rollout_skip.trajectories import row_tokens, rows_of
+
+logger = logging.getLogger(__name__)
 
 NAME = "rollout_skip/samples"
 _COLUMNS = ("prompt", "response", "score")
+# In one pass over the text: a second one would escape the marks of the first.
+_ESCAPED = str.maketrans({mark: f"&#{ord(mark)};" for mark in "&<>\"'\\`*_{}[]()#+-.!|~"} | {"\n": "↵ ", "\r": ""})
 
 
 @dataclass(frozen=True)
@@ -41,24 +48,42 @@ class SampleLog:
         self._loggers = {loggers} if isinstance(loggers, str) else set(loggers)
         self._folder = f"tensorboard_log/{trainer.get('project_name')}/{trainer.get('experiment_name')}"
         self._count = count
+        self._has_failed = False
 
     @property
     def is_on(self) -> bool:
-        return self._count > 0 and bool(self._loggers & {"tensorboard", "wandb"})
+        return self._count > 0 and bool(self._loggers & {"tensorboard", "wandb"}) and not self._has_failed
 
     def log(self, step: int, batch: Any, tokenizer: Any) -> None:
-        """Log some rows of a rollout step, spread over the batch."""
+        """Log some rows of a rollout step, spread over the batch. If that fails, there are none from then on."""
         if not self.is_on:
             return
-        samples = list(_samples(batch, tokenizer, self._count))
-        if "tensorboard" in self._loggers:
-            self._tensorboard.add_text(NAME, _markdown(samples), step)
-        if "wandb" in self._loggers:
-            _log_to_wandb(samples, step)
+        with self._failure_ends_it(f"step {step}"):
+            samples = list(_samples(batch, tokenizer, self._count))
+            if "tensorboard" in self._loggers:
+                self._tensorboard.add_text(NAME, _markdown(samples), step)
+            if "wandb" in self._loggers:
+                _log_to_wandb(samples, step)
 
     def close(self) -> None:
         if "_tensorboard" in self.__dict__:
-            self._tensorboard.close()
+            with self._failure_ends_it("at the end"):
+                self._tensorboard.close()
+
+    @contextmanager
+    def _failure_ends_it(self, when: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a tokenizer, a full disk, a tracker: whatever it is, the rollouts are not affected
+            if not self._has_failed:
+                logger.warning(
+                    "%s: sample rows cannot be logged (%s: %s), so none are from now on. The training goes on; "
+                    "rollout_skip.log_samples=0 turns them off.",
+                    when,
+                    type(error).__name__,
+                    error,
+                )
+            self._has_failed = True
 
     @cached_property
     def _tensorboard(self) -> Any:
@@ -87,29 +112,17 @@ def _markdown(samples: list[Sample]) -> str:
 def _cell(value: Any) -> str:
     if not isinstance(value, str):
         return "" if value is None else f"{value:g}"
-    text = escape(value).replace("\n", "↵ ").replace("\r", "")
-    for mark in "\\`*_{}[]()#+-.!|~":
-        text = text.replace(mark, f"&#{ord(mark)};")
-    return text
+    return value.translate(_ESCAPED)
 
 
-def _samples(batch: Any, tokenizer: Any, count: int) -> Iterable[Sample]:
+def _samples(batch: Any, tokenizer: Any, count: int) -> Iterator[Sample]:
     tensors = getattr(batch, "batch", batch)
-    prompts = tensors["prompts"]
-    scores = tensors["rm_scores"] if "rm_scores" in tensors.keys() else None  # noqa: SIM118 - a TensorDict is no dict
-    rows = len(prompts) if not prompts.is_nested else prompts.size(0)
-    for row in sorted({number * rows // count for number in range(min(count, rows))}):
-        prompt, response = (_tokens(tensors, name, row) for name in ("prompts", "responses"))
+    prompts, responses = rows_of(tensors["prompts"]), rows_of(tensors["responses"])
+    mask, scores = tensors.get("attention_mask", None), tensors.get("rm_scores", None)
+    rows = len(prompts)
+    shown = min(count, rows)
+    for row in (number * rows // shown for number in range(shown)):
+        prompt = row_tokens(prompts, mask, row, is_prompt=True)
+        response = row_tokens(responses, mask, row, is_prompt=False)
         score = None if scores is None else float(scores[row].sum())
         yield Sample(tokenizer.decode(prompt), tokenizer.decode(response), score)
-
-
-def _tokens(tensors: Any, name: str, row: int) -> list[int]:
-    """The tokens of a row without its padding."""
-    values: torch.Tensor = tensors[name][row]
-    if not tensors[name].is_nested:
-        width = tensors["prompts"].shape[1]
-        mask = tensors["attention_mask"][row]
-        values = values[(mask[:width] if name == "prompts" else mask[width:]).bool()]
-    tokens: list[int] = values.tolist()
-    return tokens

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from verl_rollout_skip.store.batch import Batch
     from verl_rollout_skip.store.store import LoadedEntry
 
+    Rows = Sequence[torch.Tensor] | torch.Tensor
+
 _EXTRA_KEYS = "reward_extra_keys"
 _REQUEST = "request_id"
 _TENSORS = ("prompts", "responses", "rm_scores", "attention_mask")
@@ -53,8 +55,8 @@ def read_trajectories(entry: LoadedEntry, rows: Iterable[int] | None = None) -> 
     for row in wanted:
         yield Trajectory(
             row=row,
-            prompt=_tokens(prompts, mask, row, first=True),
-            response=_tokens(responses, mask, row, first=False),
+            prompt=None if prompts is None else row_tokens(prompts, mask, row, is_prompt=True),
+            response=None if responses is None else row_tokens(responses, mask, row, is_prompt=False),
             score=None if scores is None else float(scores[row].double().sum()),
             messages=_cell((inputs, batch), "raw_prompt", row),
             reward_model=_cell((inputs, batch), "reward_model", row),
@@ -75,21 +77,23 @@ def _has_rows(batch: Batch, key: Any) -> bool:
     return isinstance(key, str) and (key,) in batch.arrays
 
 
-def _rows(batch: Batch, name: str) -> Sequence[torch.Tensor] | torch.Tensor | None:
-    tensor = batch.tensors.get((name,))
-    return tensor.unbind() if tensor is not None and tensor.is_nested else tensor
+def rows_of(tensor: torch.Tensor) -> Rows:
+    """The rows of a padded tensor, or of a jagged one."""
+    return tensor.unbind() if tensor.is_nested else tensor
 
 
-def _tokens(tokens: Any, mask: Any, row: int, first: bool) -> list[int] | None:
-    """The tokens of one row, without padding; those of the prompt come first in the mask."""
-    if tokens is None:
-        return None
+def row_tokens(tokens: Rows, mask: Rows | None, row: int, is_prompt: bool) -> list[int]:
+    """The tokens of one row without padding, if the attention mask tells; those of the prompt come first in it."""
     ids = tokens[row]
-    padded = not isinstance(tokens, Sequence) and mask is not None and not isinstance(mask, Sequence)
-    if padded:
-        valid = mask[row][: len(ids)] if first else mask[row][len(mask[row]) - len(ids) :]
+    if mask is not None and not isinstance(tokens, Sequence) and not isinstance(mask, Sequence):
+        valid = mask[row][: len(ids)] if is_prompt else mask[row][len(mask[row]) - len(ids) :]
         ids = ids[valid.bool()]
     return [int(token) for token in ids.tolist()]
+
+
+def _rows(batch: Batch, name: str) -> Rows | None:
+    tensor = batch.tensors.get((name,))
+    return None if tensor is None else rows_of(tensor)
 
 
 def _cell(batches: Iterable[Batch | None], name: str, row: int) -> Any:

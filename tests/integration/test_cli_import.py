@@ -290,6 +290,63 @@ def test_a_hostile_dump_ends_the_import_and_nothing_of_it_runs(tmp_path: Path, w
     assert not (tmp_path / "marker").exists()
 
 
+def array_of(*cells: Any) -> np.ndarray:
+    array = np.empty(len(cells), dtype=object)
+    array[:] = cells
+    return array
+
+
+ODD: dict[str, tuple[dict[Any, Any], dict[Any, Any], str]] = {
+    "a column that is a list": ({"a": [1, 2, 3, 4]}, {}, "column a is a list, not an array with rows"),
+    "a column that is a number": ({"a": np.array(5)}, {}, "column a is a ndarray, not an array with rows"),
+    "a column that is too short": ({"a": array_of("x", "y", "z")}, {}, "column a has 3 rows, and there are 4"),
+    "a column without a name": ({5: array_of("x", "y", "z", "w")}, {}, "column 5 is a ndarray"),
+    "a key that is no text": ({}, {5: 1, "a": 2}, ""),
+    "a number of many bits": ({}, {"n": 1 << 100_000}, ""),
+    "a type that cannot be stored": ({"a": array_of(*[{1, 2}] * 4)}, {}, "builtins.set"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_dump_is_a_problem_of_its_own_and_the_others_are_imported(
+    name: str, tmp_path: Path, capsys: Any
+) -> None:
+    columns, meta, words = ODD[name]
+    shutil.copytree(dumps_of("0.8.0"), tmp_path / "dumps")
+    folder = tmp_path / "dumps" / BELOW / "genstep_000002"
+    odd = make.data_proto(None, make.input_columns(1), {"global_steps": 1})
+    odd.non_tensor_batch.update(columns)
+    odd.meta_info.update(meta)
+    (folder / "new_batch.dp").write_bytes(pickle.dumps(odd))
+    arguments = ["import", str(tmp_path / "dumps"), str(tmp_path / "imported"), "--trust-pickle", "--json"]
+    code = main(arguments)
+    found = json.loads(capsys.readouterr().out)
+    assert (2, 0) in keys_of(found)
+    if words:
+        assert code == 1
+        assert words in found["problems"][0]["error"]
+    assert code == (1 if found["problems"] else 0)
+    assert main(["verify", str(tmp_path / "imported")]) == 0
+
+
+def test_a_dump_that_cannot_be_opened_is_a_problem(tmp_path: Path, capsys: Any) -> None:
+    shutil.copytree(dumps_of("0.9.1"), tmp_path / "dumps")
+    path = tmp_path / "dumps" / BELOW / "1" / "gen_batch.dp"
+    path.write_bytes(b"")
+    found = bring(capsys, tmp_path / "dumps", tmp_path / "imported", code=1)
+    assert keys_of(found) == [(2, 0)]
+    assert [problem["path"] for problem in found["problems"]] == [str(path)]
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", b"}N" + b"2\x86" * 60 + b"Ns."])
+def test_a_refused_file_leaves_no_destination_behind(tmp_path: Path, capsys: Any, content: bytes) -> None:
+    (tmp_path / "x_GBS1__N1").write_bytes(content)
+    arguments = ["import", str(tmp_path / "x_GBS1__N1"), str(tmp_path / "imported"), "--trust-pickle"]
+    assert main(arguments) == (2 if b"system" in content else 1)
+    assert "manifest" not in capsys.readouterr().out
+    assert not (tmp_path / "imported").exists()
+
+
 def test_without_trust_pickle_nothing_is_read(tmp_path: Path) -> None:
     done = run("import", dumps_of("0.8.0"), tmp_path / "imported")
     assert_one_line_error(done, "--trust-pickle")

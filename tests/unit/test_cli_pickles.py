@@ -10,10 +10,12 @@ import builtins
 import contextlib
 import functools
 import io
+import json
 import operator
 import os
 import pickle
 import random
+import subprocess
 import sys
 import zipfile
 from collections import OrderedDict
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict._reductions import _rebuild_tensordict_files_consolidated as _rebuild_consolidated
 
 from tests.batches import assert_same_object
 from verl_rollout_skip.errors import StoreError
@@ -355,6 +358,237 @@ def test_a_tensor_cannot_reach_beyond_its_storage(tmp_path: Path, size: Any, str
     asked = (torch._utils._rebuild_tensor_v2, (storage._typed_storage(), offset, size, stride, False, OrderedDict()))
     with pytest.raises(DamagedDumpError, match=r"does not lie within|is no size"):
         read(tmp_path, pickle.dumps(Reduces(*asked[:1], *asked[1])))
+
+
+@pytest.mark.parametrize("path", DUMPS, ids=lambda path: "/".join(path.parts[-4:]))
+def test_an_honest_dump_is_read_whatever_its_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a file may cost grows with it: without the part that every file has, as if it had gigabytes."""
+    monkeypatch.setattr("verl_rollout_skip.upstream.values._FREE_WEIGHT", 0)
+    read_dump_file(str(path))
+
+
+def test_tensors_and_what_the_rollouts_of_a_prompt_share_are_no_repetition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl import DataProto
+
+    monkeypatch.setattr("verl_rollout_skip.upstream.values._FREE_WEIGHT", 0)
+    image, tests = (
+        np.zeros((64, 64, 3), dtype=np.uint8),
+        [{"input": [number], "output": number} for number in range(99)],
+    )
+    rows = [{"image": image, "tests": tests}] * 64
+    batch = DataProto.from_dict({"responses": torch.arange(64 * 4096).reshape(64, 4096)})
+    batch.non_tensor_batch = {"extra": np.array([*rows, None], dtype=object)[:64]}
+    batch.save_to_disk(tmp_path / "dump")
+    found = read_dump_file(str(tmp_path / "dump"))
+    assert torch.equal(found.batch["responses"], batch.batch["responses"])
+    assert found.non_tensor_batch["extra"][63]["tests"] == tests
+
+
+def test_many_tensors_of_one_storage_are_no_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_rollout_skip.upstream.values._FREE_WEIGHT", 0)
+    whole = torch.arange(1 << 17)
+    torch.save(list(whole.chunk(1024)), tmp_path / "dump")
+    assert torch.equal(torch.cat(read_dump_file(str(tmp_path / "dump"))), whole)
+
+
+def name_of(module: str, name: str) -> bytes:
+    return b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name)) + b"\x93"
+
+
+def call_of(module: str, name: str, *arguments: bytes) -> bytes:
+    return name_of(module, name) + b"(" + b"".join(arguments) + b"tR"
+
+
+def text_of(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+def long_bytes(data: bytes) -> bytes:
+    return b"B" + len(data).to_bytes(4, "little") + data
+
+
+def zip_of(data: bytes, storage: bytes = b"") -> bytes:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/data/0", storage)
+    return sink.getvalue()
+
+
+def torch_files_within_each_other(depth: int) -> bytes:
+    data = zip_of(b"N.")
+    for _ in range(depth):
+        data = zip_of(data_proto(data))
+    return data
+
+
+def announced_by_the_directory() -> bytes:
+    """A directory that says 1 GB of an item of one byte."""
+    data = bytearray(zip_of(b"N.", b"x"))
+    place = data.rindex(b"PK\x01\x02")
+    data[place + 20 : place + 28] = (1 << 30).to_bytes(4, "little") * 2
+    return bytes(data)
+
+
+def shared_metadata() -> bytes:
+    """Tensors within tensors, each level twice the same: a kilobyte with 2 to the 60 leaves."""
+    described = {"leaves": {}, "non_tensors": {}, "cls": "TensorDict", "cls_metadata": {"batch_size": [1]}}
+    level: dict[str, Any] = described
+    for _ in range(60):
+        level = {"a": level, "b": level, **described}
+    return pickle.dumps(Reduces(_rebuild_consolidated, level, torch.zeros(1, dtype=torch.uint8)))
+
+
+TWICE = b"N" + b"2\x86" * 60
+"""A tuple that holds the one before twice, 60 times: hashing, comparing or printing it takes 2 to the 60 steps."""
+DEEP = b"N" + b"\x85" * 150_000
+"""A tuple within a tuple …: what follows it in C without counting overflows the stack."""
+ARRAY = b"cnumpy.core.multiarray\n_reconstruct\n)R"
+I1 = b"cnumpy\ndtype\n(X\x02\x00\x00\x00i1tR"
+STORAGE_HEAD = b"".join(pickle.dumps(part) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+STORAGE_NAME = b"(" + text_of("storage") + name_of("torch", "FloatStorage")
+HEAVY = {
+    "deep key": b"}" + DEEP + b"Ns.",
+    "shared key": b"}" + TWICE + b"Ns.",
+    "shared key among many": b"}(" + TWICE + b"Nu.",
+    "shared key of an old dict": b"(" + TWICE + b"Nd.",
+    "shared key of an OrderedDict": call_of("collections", "OrderedDict") + TWICE + b"Ns.",
+    "shared key in a pair": call_of("collections", "OrderedDict", b"](" + TWICE + b"Nta") + b".",
+    "shared item of a set": b"\x8f(" + TWICE + b"\x90.",
+    "shared item of a frozenset": b"(" + TWICE + b"\x91.",
+    "shared module": TWICE + text_of("x") + b"\x93.",
+    "shared size": call_of("torch", "Size", TWICE) + b".",
+    "shared text": call_of("_codecs", "encode", TWICE, text_of("latin1")) + b".",
+    "shared encoding": call_of("_codecs", "encode", text_of("x"), TWICE) + b".",
+    "shared dtype": call_of("numpy", "dtype", TWICE) + b".",
+    "shared byte order": call_of("numpy", "dtype", text_of("i1")) + b"(K\x03" + TWICE + b"NNNtb.",
+    "shared order": call_of("numpy.core.numeric", "_frombuffer", b"C\x00", I1, b"K\x00\x85", TWICE) + b".",
+    "shared storage": TWICE + b"Q.",
+    "shared storage in an archive": zip_of(TWICE + b"Q."),
+    "shared key of a storage in an archive": zip_of(STORAGE_NAME + TWICE + b"NK\x00tQ."),
+    "shared storage of its own": call_of(
+        "torch.storage",
+        "_load_from_bytes",
+        long_bytes(STORAGE_HEAD + STORAGE_NAME + TWICE + b"NK\x00tQ." + b"]" + TWICE + b"a."),
+    )
+    + b".",
+    "shared maker": call_of("torch._tensor", "_rebuild_from_type_v2", TWICE, b"N", b")", b"}") + b".",
+    "shared class": call_of("tensordict._reductions", "_make_td", TWICE, b"}") + b".",
+    "shared metadata": shared_metadata(),
+    "shared pairs as metadata": call_of(
+        "tensordict._reductions", "_rebuild_tensordict_files_consolidated", b"](" + TWICE + b"Nta", b"N"
+    )
+    + b".",
+    "shared mode of an image": name_of("PIL.Image", "Image") + b")\x81(}" + TWICE + b"K\x01K\x01\x86NC\x01xtb.",
+    "shared layout": name_of("verl.protocol", "DataProto")
+    + b")\x81(](K\x01\x85N}"
+    + text_of("a")
+    + TWICE
+    + b"]\x86se}}tb.",
+    "shared dtype of bytes": name_of("verl.protocol", "DataProto")
+    + b")\x81(](K\x01\x85N}"
+    + text_of("a")
+    + TWICE
+    + b"NN\x87se}}tb.",
+    "deep tuples": DEEP + b".",
+    "deep lists": b"]" * 40_000 + b"a" * 39_999 + b".",
+    "deep dicts": b"}K\x01" * 40_000 + b"N" + b"s" * 40_000 + b".",
+    "deep calls": name_of("torch", "Size") + b"\x940" + b"h\x00" * 40_000 + b")" + b"R\x85" * 39_999 + b"R.",
+    "deep storages": b"N" + b"Q" * 100_000 + b".",
+    "deep sets": b"\x8f(" * 20_000 + b"N" + b"\x90" * 20_000 + b".",
+    "announced integer": b"\x8b\xff\xff\xff\x7f\x01.",
+    "announced bytes": b"\x8e" + (1 << 62).to_bytes(8, "little") + b"x.",
+    "announced gigabytes": b"\x8e" + (1 << 34).to_bytes(8, "little") + b"x.",
+    "announced text": b"\x8d" + (1 << 34).to_bytes(8, "little") + b"x.",
+    "announced bytearray": b"\x96" + (1 << 34).to_bytes(8, "little") + b"x.",
+    "announced by the directory": announced_by_the_directory(),
+    "digits": b"L" + b"9" * 3_000_000 + b"L\n.",
+    "huge integer as a size": call_of(
+        "torch", "Size", b"(\x8b" + (2_000_000).to_bytes(4, "little") + b"\x7f" * 2_000_000 + b"t"
+    )
+    + b".",
+    "huge integer as a key": b"}\x8b" + (2_000_000).to_bytes(4, "little") + b"\x7f" * 2_000_000 + b"Ns.",
+    "keys with the same hash": b"}("
+    + b"".join(b"\x8a\x0a" + (number * (2**61 - 1)).to_bytes(10, "little") + b"N" for number in range(8, 50_000))
+    + b"u.",
+    "overflowing shape": ARRAY + b"(K\x01\x8a\x05\x00\x00\x00\x00\x012\x86" + I1 + b"\x89C\x00tb.",
+    "rows of nothing": ARRAY + b"(K\x01\x8a\x06\x00\x00\x00\x00\x00\x01K\x00\x86" + I1 + b"\x89C\x00tb.",
+    "too many dimensions": ARRAY + b"(K\x01(" + b"K\xff" * 20_000 + b"t" + I1 + b"\x89C\x00tb.",
+    "text over and over": long_bytes(bytes(1 << 20)) + b"\x940](" + b"h\x00" * 20_000 + b"e.",
+    "pairs over and over": b"]("
+    + b"K\x01N\x86" * 3_000
+    + b"e\x85\x940"
+    + name_of("collections", "OrderedDict")
+    + b"\x940]("
+    + b"h\x01h\x00R" * 3_000
+    + b"e.",
+    "array over and over": long_bytes(bytes(1 << 20))
+    + b"\x940]("
+    + (ARRAY + b"(K\x01J\x00\x00\x10\x00\x85" + I1 + b"\x89h\x00tb") * 2_000
+    + b"e.",
+    "growing set": b"\x8f" + b"(K\x01\x90" * 50_000 + b".",
+    "torch files within each other": torch_files_within_each_other(60),
+    "torch file over and over": long_bytes(zip_of(b"N.", bytes(1 << 20)))
+    + b"\x940]("
+    + (name_of("verl.protocol", "DataProto") + b")\x81h\x00}}\x87b") * 2_000
+    + b"e.",
+    "mark as a value": b"](a.",
+    "mark as a result": b"(.",
+    "long name": b"cos\n" + b"x" * 1_000_000 + b"\n.",
+    "long text of a number": b"F" + b"x" * 1_000_000 + b"\n.",
+}
+CHILD = """
+import json, os, resource, sys
+import torch, tensordict, PIL.Image
+from verl_rollout_skip.errors import StoreError
+from verl_rollout_skip.upstream.torch_files import read_dump_file
+
+def used():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+
+verdicts = {}
+for path in sys.argv[1:]:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (15, 15))
+        resource.setrlimit(resource.RLIMIT_AS, (used() + (1 << 30),) * 2)
+        try:
+            read_dump_file(path)
+            verdict = "it was read"
+        except BaseException as error:
+            verdict = f"{type(error).__name__}: {error}"
+        os.write(writing, verdict[:2000].encode())
+        os._exit(0)
+    os.close(writing)
+    verdict = os.fdopen(reading, "rb").read().decode()
+    status = os.waitpid(child, 0)[1]
+    verdicts[os.path.basename(path)] = verdict if status == 0 else f"ended by signal {os.WTERMSIG(status)}"
+print(json.dumps(verdicts))
+"""
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What became of each heavy file, read in a process of its own with 15 seconds of CPU time and 1 GiB."""
+    folder = tmp_path_factory.mktemp("heavy")
+    for name, data in HEAVY.items():
+        (folder / name).write_bytes(data)
+    paths = [str(folder / name) for name in HEAVY]
+    command, root = [sys.executable, "-c", CHILD, *paths], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.timeout(600)  # the limit above is of CPU time, and others may be at work
+@pytest.mark.parametrize("name", HEAVY)
+def test_a_small_file_cannot_crash_the_reader_or_take_all_time_and_memory(name: str, verdicts: dict[str, str]) -> None:
+    assert verdicts[name].startswith(("DamagedDumpError: ", "UnsafePickleError: "))
+    assert "MemoryError" not in verdicts[name]
+    assert len(verdicts[name]) < 600, "what a file says is repeated at a length that people read"
 
 
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:

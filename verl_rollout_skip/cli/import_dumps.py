@@ -63,15 +63,15 @@ def run(parsed: argparse.Namespace) -> Result:
     path = Path(parsed.path).expanduser()
     dumps, incomplete = find_dumps(path, parsed.step)
     # Imported late: torch takes seconds, and a wrong path should not.
-    from verl_rollout_skip.upstream.importing import import_dumps, open_destination, read_config
+    from verl_rollout_skip.upstream.importing import Destination, import_dumps, read_config
 
     config = None if parsed.config is None else read_config(Path(parsed.config).expanduser())
     layout = dumps[0].layout if dumps else Layout.STEPS
-    folder = open_destination(parsed.dst, path, layout, config)
-    done = import_dumps(dumps, folder)
+    destination = Destination(parsed.dst, path, layout, config)
+    done = import_dumps(dumps, destination)
     data = {
         "path": str(path),
-        "destination": folder,
+        "destination": destination.folder,
         "layout": layout.value,
         "settings_known": config is not None,
         "entries": [
@@ -101,6 +101,8 @@ def render(console: Console, data: dict[str, Any]) -> None:
         line(console, f"left out: {skipped['path']}: {skipped['reason']}", "yellow")
     for problem in data["problems"]:
         line(console, f"{problem['path']}: {problem['error']}", "red")
+    if not data["entries"]:
+        return
     line(console, _VOUCHED if data["settings_known"] else _NOT_KNOWN.format(folder=data["destination"]))
     without = sum(not entry["has_input"] for entry in data["entries"])
     if without:

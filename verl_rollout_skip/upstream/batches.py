@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from verl_rollout_skip.upstream import values
-from verl_rollout_skip.upstream.pickles import Call
+from verl_rollout_skip.upstream.pickles import Call, Name, shortened
 from verl_rollout_skip.upstream.values import DTYPES, Builder, Make, make_jagged, natural
 
 
@@ -26,65 +26,101 @@ class DataProtoParts:
 
 def _consolidated(builder: Builder, call: Call) -> TensorDict:
     metadata, storage = call.arguments
-    return _from_metadata(builder, metadata, builder.build(storage))
+    data = builder.build(storage)
+    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 1:
+        raise ValueError("its storage is no tensor of bytes")
+    return _from_metadata(builder, metadata, data, set())
 
 
-def _from_metadata(builder: Builder, metadata: dict[str, Any], data: torch.Tensor) -> TensorDict:
-    rest = dict(metadata)
+def _from_metadata(builder: Builder, metadata: Any, data: torch.Tensor, seen: set[int]) -> TensorDict:
+    if id(metadata) in seen:
+        raise ValueError("a part of it stands in several places")
+    seen.add(id(metadata))
+    rest = dict(_dict(metadata))
     _tensordict_class(rest.pop("cls"))
-    leaves, described = rest.pop("leaves"), rest.pop("cls_metadata")
+    leaves, described = _dict(rest.pop("leaves")), _dict(rest.pop("cls_metadata"))
+    others = _dict(rest.pop("non_tensors"))
     rest.pop("size", None)
-    made = TensorDict({}, batch_size=builder.build(described["batch_size"]))
-    for key, (value, batch_size, _) in rest.pop("non_tensors").items():
-        made.set(key, NonTensorData(builder.build(value), batch_size=builder.build(batch_size)))
+    builder.budget.weigh(len(leaves) + len(others) + len(rest))
+    made = TensorDict({}, batch_size=builder.shape(described["batch_size"]))
+    for key, (value, batch_size, _) in others.items():
+        _set(made, key, NonTensorData(builder.build(value), batch_size=builder.shape(batch_size)))
     parts: dict[str, torch.Tensor] = {}
     for key, (dtype, shape, start, stop, _) in leaves.items():
-        tensor = _leaf(data, DTYPES[dtype.removeprefix("torch.")], shape, natural(start), natural(stop))
+        tensor = _leaf(builder, data, _dtype(dtype), shape, natural(start), natural(stop))
         if key.startswith(("<NJT_VALUES>", "<NJT_LENGTHS>")):
             parts[key] = tensor
         elif key.startswith("<NJT_OFFSETS>"):
             name = key.removeprefix("<NJT_OFFSETS>")
             lengths = parts.get(f"<NJT_LENGTHS>{name}")
-            made.set(name, make_jagged(parts[f"<NJT_VALUES>{name}"], tensor, lengths))
+            _set(made, name, make_jagged(parts[f"<NJT_VALUES>{name}"], tensor, lengths))
         else:
-            made.set(key, tensor)
+            _set(made, key, tensor)
     for key, below in rest.items():
-        made.set(key, _from_metadata(builder, below, data))
+        _set(made, key, _from_metadata(builder, below, data, seen))
     return made
 
 
-def _leaf(data: torch.Tensor, dtype: torch.dtype, shape: Any, start: int, stop: int) -> torch.Tensor:
-    sizes = [natural(size) for size in shape]
+def _leaf(builder: Builder, data: torch.Tensor, dtype: torch.dtype, shape: Any, start: int, stop: int) -> torch.Tensor:
+    sizes = builder.shape(shape)
     count = math.prod(sizes)
     width = count * torch.empty(0, dtype=dtype).element_size()
     if not start + width <= stop <= len(data):
-        raise ValueError(f"a tensor of size {sizes} does not lie within its storage")
+        raise ValueError(f"a tensor of size {list(sizes)} does not lie within its storage")
+    builder.budget.weigh(width // 8)
     return data[start : start + width].clone().view(dtype).view(sizes)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name.removeprefix("torch.") not in DTYPES:
+        raise ValueError("it has a type that is not known")
+    return DTYPES[name.removeprefix("torch.")]
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} instead of a dict")
+    return value
+
+
+def _set(made: TensorDict, key: Any, value: Any) -> None:
+    if not isinstance(key, str) or not isinstance(value, torch.Tensor | TensorDict | NonTensorData | NonTensorStack):
+        raise ValueError(f"a {type(value).__name__} under a {type(key).__name__}")
+    made.set(key, value)
 
 
 def _plain_tensordict(builder: Builder, call: Call) -> TensorDict:
     kind, state = call.arguments
     _tensordict_class(kind)
-    made = TensorDict({}, batch_size=builder.build(state["_batch_size"]))
-    for key, node in state["_tensordict"].items():
-        made.set(key, builder.build(node))
+    items = _dict(_dict(state)["_tensordict"])
+    builder.budget.weigh(len(items))
+    made = TensorDict({}, batch_size=builder.shape(state["_batch_size"]))
+    for key, node in items.items():
+        _set(made, key, builder.build(node))
     return made
 
 
 def _tensordict_class(kind: Any) -> None:
-    if str(kind) not in ("TensorDict", "tensordict._td.TensorDict"):
-        raise ValueError(f"a {kind} instead of a TensorDict")
+    if not isinstance(kind, str | Name) or str(kind) not in ("TensorDict", "tensordict._td.TensorDict"):
+        raise ValueError("it is another class than TensorDict")
 
 
 def _non_tensor(builder: Builder, call: Call) -> NonTensorData:
-    batch_size = builder.build(call.state["tensordict"]).batch_size
-    return NonTensorData(builder.build(call.state["non_tensordict"]["data"]), batch_size=batch_size)
+    inner = builder.build(call.state["tensordict"])
+    if not isinstance(inner, TensorDict):
+        raise ValueError(f"a {type(inner).__name__} instead of a TensorDict")
+    return NonTensorData(builder.build(call.state["non_tensordict"]["data"]), batch_size=inner.batch_size)
 
 
 def _non_tensor_stack(builder: Builder, call: Call) -> NonTensorStack:
-    if call.state["stack_dim"] != 0:
+    place, items = call.state["stack_dim"], call.state["tensordicts"]
+    if type(place) is not int or place != 0 or not isinstance(items, list | tuple):
         raise ValueError("it is not stacked along the rows")
-    return NonTensorStack(*(builder.build(item) for item in call.state["tensordicts"]))
+    builder.budget.weigh(len(items))
+    cells = [builder.build(item) for item in items]
+    if not all(isinstance(cell, NonTensorData) for cell in cells):
+        raise ValueError("it holds something else than cells")
+    return NonTensorStack(*cells)
 
 
 def _data_proto(builder: Builder, call: Call) -> DataProtoParts:
@@ -96,29 +132,44 @@ def _data_proto(builder: Builder, call: Call) -> DataProtoParts:
     columns, meta = builder.build(columns), builder.build(meta)
     if not isinstance(tensors, TensorDict | None) or not isinstance(columns, dict) or not isinstance(meta, dict):
         raise ValueError("it does not hold tensors, arrays and meta_info")
+    if tensors is not None and len(tensors.batch_size) != 1:
+        raise ValueError(f"its tensors have a batch size of {len(tensors.batch_size)} dimensions, not of 1")
+    _check_columns(columns, None if tensors is None else int(tensors.batch_size[0]))
     return DataProtoParts(tensors, columns, meta)
+
+
+def _check_columns(columns: dict[Any, Any], rows: int | None) -> None:
+    for name, column in columns.items():
+        if not isinstance(name, str) or not isinstance(column, np.ndarray) or column.ndim == 0:
+            raise ValueError(f"column {shortened(name)} is a {type(column).__name__}, not an array with rows")
+        rows = len(column) if rows is None else rows
+        if len(column) != rows:
+            raise ValueError(f"column {shortened(name)} has {len(column)} rows, and there are {rows}")
 
 
 def _from_numpy(builder: Builder, state: Any) -> TensorDict:
     """What verl writes with ``VERL_DATAPROTO_SERIALIZATION_METHOD=numpy``."""
     batch_size, _, items = state
-    made = TensorDict({}, batch_size=builder.build(batch_size))
+    made = TensorDict({}, batch_size=builder.shape(batch_size))
+    builder.budget.weigh(len(_dict(items)))
     for key, item in items.items():
         if len(item) == 3:
-            made.set(key, _from_bytes(builder, item))
+            _set(made, key, _from_bytes(builder, item))
         else:
             layout, rows = item
+            builder.budget.weigh(len(rows))
             tensors = [_from_bytes(builder, row) for row in rows]
-            made.set(
-                key, torch.nested.nested_tensor(tensors, layout={"jagged": torch.jagged}.get(layout, torch.strided))
-            )
+            kind = torch.jagged if isinstance(layout, str) and layout == "jagged" else torch.strided
+            _set(made, key, torch.nested.nested_tensor(tensors, layout=kind))
     return made
 
 
 def _from_bytes(builder: Builder, item: Any) -> torch.Tensor:
     dtype, shape, data = item
-    elements = torch.from_numpy(np.ascontiguousarray(builder.build(data)))
-    return _leaf(elements, DTYPES[dtype], builder.build(shape), 0, len(elements))
+    array = builder.build(data)
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
+        raise ValueError("a tensor without its bytes")
+    return _leaf(builder, torch.from_numpy(array), _dtype(dtype), shape, 0, len(array))
 
 
 CALLS: dict[str, Make] = {

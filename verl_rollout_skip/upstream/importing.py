@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,18 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from verl_rollout_skip._version import __version__
 from verl_rollout_skip.config import run_name
-from verl_rollout_skip.errors import ConfigError, EntryExistsError, UnsupportedBatchError
+from verl_rollout_skip.errors import ConfigError, DumpError, ManifestError, RolloutSkipError
 from verl_rollout_skip.fingerprint import Fingerprint, make_fingerprint
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.manifest import Manifest, write_manifest
+from verl_rollout_skip.manifest import Manifest, check_manifest, write_manifest
 from verl_rollout_skip.prompts import SAMPLING, sampling_of
+from verl_rollout_skip.store import codec
 from verl_rollout_skip.store.locations import join, open_storage
 from verl_rollout_skip.store.store import RolloutStore
 from verl_rollout_skip.tokenizer import copy_tokenizer
 from verl_rollout_skip.upstream.batches import DataProtoParts
 from verl_rollout_skip.upstream.layouts import Dump, Layout
-from verl_rollout_skip.upstream.pickles import DamagedDumpError, UnsafePickleError
+from verl_rollout_skip.upstream.pickles import DamagedDumpError, UnsafePickleError, shortened
 from verl_rollout_skip.upstream.torch_files import read_dump_file
 
 _HASH_LETTERS = 12
@@ -68,33 +70,49 @@ def read_config(path: Path) -> DictConfig:
     return config
 
 
-def open_destination(destination: str, source: Path, layout: Layout, config: DictConfig | None) -> str:
-    """Write the manifest and return the variant folder that the dumps go into.
+class Destination:
+    """The variant folder that the dumps go into. Nothing is written there before the first of them.
 
     With a configuration that is a variant below a dump_dir, as a training with it would make it; without one it is the
     destination itself.
     """
-    origin = f"imported from {source.absolute()}, a dump of verl {layout.value}"
-    known = {"verl": f"not known ({origin})", "verl_rollout_skip": __version__}
-    if config is None:
-        unknown = Fingerprint({_SETTINGS: f"not known ({origin})"}, {_SETTINGS: f"not known ({origin})"})
-        name = "".join(letter if letter.isprintable() else "?" for letter in source.absolute().name)
-        manifest, folder = Manifest.make(name, {}, unknown), destination
-    else:
-        manifest = Manifest.make(run_name(config), config, make_fingerprint(config))
-        folder = join(destination, manifest.run_name, manifest.config_hash[:_HASH_LETTERS])
-    storage = open_storage(folder)
-    write_manifest(storage, replace(manifest, versions=known))
-    if config is not None:
-        copy_tokenizer(config, storage)
-    return storage.where().rstrip("/")
+
+    def __init__(self, destination: str, source: Path, layout: Layout, config: DictConfig | None) -> None:
+        origin = f"imported from {source.absolute()}, a dump of verl {layout.value}"
+        known = {"verl": f"not known ({origin})", "verl_rollout_skip": __version__}
+        if config is None:
+            unknown = Fingerprint({_SETTINGS: f"not known ({origin})"}, {_SETTINGS: f"not known ({origin})"})
+            name = "".join(letter if letter.isprintable() else "?" for letter in source.absolute().name)
+            manifest, folder = Manifest.make(name, {}, unknown), destination
+        else:
+            manifest = Manifest.make(run_name(config), config, make_fingerprint(config))
+            folder = join(destination, manifest.run_name, manifest.config_hash[:_HASH_LETTERS])
+        self._manifest, self._config = replace(manifest, versions=known), config
+        self._storage = open_storage(folder)
+        self.folder = self._storage.where().rstrip("/")
+        check_manifest(self._storage, self._manifest)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything was written there."""
+        return "store" in self.__dict__
+
+    @cached_property
+    def store(self) -> RolloutStore:
+        """Where entries go; the manifest is there before them."""
+        write_manifest(self._storage, self._manifest)
+        if self._config is not None:
+            copy_tokenizer(self._config, self._storage)
+        return RolloutStore(self.folder, background=False)
 
 
-def import_dumps(dumps: list[Dump], folder: str) -> Imported:
-    """Put each dump into the store. A file that asks for anything but data ends it at once."""
+def import_dumps(dumps: list[Dump], destination: Destination) -> Imported:
+    """Put each dump into the store. One that cannot be read or stored is a problem, and the others are imported.
+
+    A file that asks for anything but data ends it at once.
+    """
     done = Imported()
     calls: Counter[int] = Counter()
-    store = RolloutStore(folder, background=False)
     for dump in dumps:
         where = str(dump.output)
         try:
@@ -106,23 +124,31 @@ def import_dumps(dumps: list[Dump], folder: str) -> Imported:
             # Counted before it is read: a dump that is damaged keeps its place among those of its step.
             key = RolloutKey(step, dump.number if dump.layout is Layout.SAMPLED else calls[step])
             calls[step] += 1
-            done.entries.append(_import(store, key, dump, inputs))
+            done.entries.append(_import(destination, key, dump, inputs))
         except UnsafePickleError as error:
             raise UnsafePickleError(
                 f"{where} is refused. {error} {len(done.entries)} dumps were imported before."
             ) from error
-        except (DamagedDumpError, UnsupportedBatchError, EntryExistsError) as error:
+        except (DumpError, ManifestError):
+            raise  # it is the destination that cannot be written, which the next dump does not change
+        except RolloutSkipError as error:
             done.problems.append((where, str(error)))
+        except (TypeError, ValueError, RuntimeError) as error:
+            text = f"It cannot be stored as a rollout ({type(error).__name__}: {shortened(error)})."
+            done.problems.append((where, text))
     return done
 
 
-def _import(store: RolloutStore, key: RolloutKey, dump: Dump, inputs: DataProtoParts | None) -> ImportedEntry:
+def _import(destination: Destination, key: RolloutKey, dump: Dump, inputs: DataProtoParts | None) -> ImportedEntry:
     if dump.layout is Layout.SAMPLED:
         batch: Any = _sampled(read_dump_file(str(dump.output)))
     else:
         batch = _data_proto(dump.output)
         inputs = None if inputs is None else _lined_up(inputs, _rows(batch))
     info = {"imported_from": str(dump.output.absolute()), "upstream": dump.layout.value, SAMPLING: sampling_of(inputs)}
+    if not destination.is_open:
+        codec.prepare(batch, inputs)  # what cannot be stored leaves no folder behind
+    store = destination.store
     store.put(key, batch, inputs=inputs, info=info)
     return ImportedEntry(key, store.record(key).rows, inputs is not None, str(dump.output))
 
@@ -148,7 +174,7 @@ def _sampled(payload: Any) -> TensorDict:
 def _step_of(dump: Dump, inputs: DataProtoParts | None) -> int:
     """verl 0.8 counts generate calls, validation included; the training's own step is in the input."""
     step = None if inputs is None else inputs.meta_info.get("global_steps")
-    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else dump.step
+    return step if type(step) is int and 0 <= step < 2**63 else dump.step
 
 
 def _rows(batch: DataProtoParts) -> int:

@@ -74,7 +74,7 @@ def _folders(path: Path, depth: int) -> Iterator[Path]:
             if (
                 child.is_dir()
                 and not child.is_symlink()
-                and not (child.name.isdigit() or _GEN_STEP.fullmatch(child.name))
+                and not (child.name.isdecimal() or _GEN_STEP.fullmatch(child.name))
             ):
                 yield from _folders(child, depth - 1)
 
@@ -91,8 +91,8 @@ def _dumps_in(folder: Path) -> tuple[list[Dump], list[str]]:
             continue
         if _GEN_STEP.fullmatch(child.name):
             _add(dumps, incomplete, child, _gen_step(child))
-        elif child.name.isdigit():
-            below = [inner for inner in sorted(child.iterdir()) if inner.is_dir() and inner.name.isdigit()]
+        elif child.name.isdecimal():
+            below = [inner for inner in sorted(child.iterdir()) if inner.is_dir() and inner.name.isdecimal()]
             for inner in below:
                 _add(dumps, incomplete, inner, _sampled(inner))
             if not below:
@@ -113,7 +113,7 @@ def _gen_step(folder: Path) -> Dump | None:
         return None
     number = int(folder.name.removeprefix("genstep_"))
     step = meta.get("global_steps")
-    if type(step) is not int or step < 0:
+    if type(step) is not int or not 0 <= step < 2**63:
         step = number
     return Dump(Layout.GEN_STEPS, step, number, folder / _OUTPUT, folder / _INPUT)
 

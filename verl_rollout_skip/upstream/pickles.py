@@ -3,6 +3,9 @@
 Python's own unpickler looks names up and calls what it finds; that is how a pickle runs code. This one knows the
 opcodes only. A name becomes a ``Name`` and a call a ``Call``; both are refused unless the name is on the caller's list.
 What a call means is for ``values.py``, which makes arrays and tensors with code of its own.
+
+A few bytes can nest or share a value so deeply that hashing, comparing or printing it never ends, so nothing here does
+any of that to a value that was not looked at: keys are plain values, and errors name types.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ from typing import IO, Any
 from verl_rollout_skip.errors import StoreError
 
 _MAX_OPCODES = 50_000_000
+_MAX_TEXT = 200
+_KEYS = (str, int, float, bytes, type(None))
+# Larger integers can be chosen such that all have the same hash, and a dict of them takes quadratic time.
+_INT64 = range(-(2**63), 2**63)
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = {
     *("BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
@@ -43,7 +50,7 @@ class Name:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """A call that was asked for and not made, with the state that the result was to be given."""
 
@@ -53,7 +60,7 @@ class Call:
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Persistent:
     """What lies outside the pickle, by the name that it gives it: in torch's files the storages."""
 
@@ -68,12 +75,27 @@ _MARK = _Mark()
 _SET = Name("builtins", "set")
 
 
-def read_pickle(stream: IO[bytes], allowed: Container[str]) -> Any:
+def read_pickle(stream: IO[bytes], allowed: Container[str], max_opcodes: int = _MAX_OPCODES) -> Any:
     """The tree of the pickle that begins here; the stream is then at its end.
 
     Raises ``UnsafePickleError`` on any name that is not allowed, and ``DamagedDumpError`` on what is no pickle.
     """
-    return _Machine(allowed).run(stream)
+    return _Machine(allowed).run(stream, max_opcodes)
+
+
+def shortened(text: object) -> str:
+    """What an error or a name says, at a length that people read; files can put anything into it."""
+    found = str(text)
+    return found if len(found) <= _MAX_TEXT else f"{found[:_MAX_TEXT]}…"
+
+
+def check_key(key: Any) -> Any:
+    """The key of a dict, if it is a plain value: the hash of any other may not end, or overflow the stack."""
+    if not isinstance(key, _KEYS):
+        raise DamagedDumpError(f"A dict in it has a {type(key).__name__} as a key.")
+    if isinstance(key, int) and key not in _INT64:
+        raise DamagedDumpError("A dict in it has an integer of more than 64 bits as a key.")
+    return key
 
 
 class _Machine:
@@ -84,18 +106,18 @@ class _Machine:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
-    def run(self, stream: IO[bytes]) -> Any:
+    def run(self, stream: IO[bytes], max_opcodes: int) -> Any:
         try:
             for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
-                if count > _MAX_OPCODES:
-                    raise DamagedDumpError(f"It has more than {_MAX_OPCODES} instructions.")
+                if count > max_opcodes:
+                    raise DamagedDumpError(f"It has more than {max_opcodes} instructions.")
                 if opcode.name == "STOP":
                     break
                 self._step(opcode.name, argument)
-            [result] = self._stack
-            return result
+            [_] = self._stack
+            return self._pop()
         except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DamagedDumpError(f"It is cut off, or no pickle ({error}).") from error
+            raise DamagedDumpError(f"It is cut off, or no pickle ({shortened(error)}).") from error
 
     def _step(self, opcode: str, argument: Any) -> None:
         stack = self._stack
@@ -106,9 +128,9 @@ class _Machine:
         elif opcode in ("BINGET", "LONG_BINGET", "GET"):
             stack.append(self._memo[int(argument)])
         elif opcode in ("BINPUT", "LONG_BINPUT", "PUT"):
-            self._memo[int(argument)] = stack[-1]
+            self._memo[int(argument)] = self._top()
         elif opcode == "MEMOIZE":
-            self._memo[len(self._memo)] = stack[-1]
+            self._memo[len(self._memo)] = self._top()
         elif opcode == "GLOBAL":
             stack.append(self._name(*argument.split(" ", 1)))
         elif opcode not in _IGNORED:
@@ -118,12 +140,25 @@ class _Machine:
             action(self)
 
     def _name(self, module: Any, name: Any) -> Name:
-        if not isinstance(module, str) or not isinstance(name, str) or f"{module}.{name}" not in self._allowed:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise UnsafePickleError("It asks for something by a name that is no text, which no dump of rollouts does.")
+        if f"{module}.{name}" not in self._allowed:
             raise UnsafePickleError(
-                f"It asks for {module}.{name}, which no dump of rollouts needs: it was made by something else, or to "
-                "run code on your machine. Nothing of it was run."
+                f"It asks for {shortened(f'{module}.{name}')}, which no dump of rollouts needs: it was made by "
+                "something else, or to run code on your machine. Nothing of it was run."
             )
         return Name(module, name)
+
+    def _top(self) -> Any:
+        top = self._stack[-1]
+        if top is _MARK:
+            raise IndexError("a value is missing")
+        return top
+
+    def _pop(self) -> Any:
+        top = self._top()
+        del self._stack[-1]
+        return top
 
     def _since_mark(self) -> list[Any]:
         place = len(self._stack) - 1
@@ -139,23 +174,23 @@ class _Machine:
         self._stack.append(_MARK)
 
     def stack_global(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
+        name, module = self._pop(), self._pop()
         self._stack.append(self._name(module, name))
 
     def reduce(self) -> None:
-        arguments, function = self._stack.pop(), self._stack.pop()
+        arguments, function = self._pop(), self._pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
             raise UnsafePickleError("It asks to call something that is no named function.")
         self._stack.append(Call(function, arguments))
 
     def build(self) -> None:
-        state, target = self._stack.pop(), self._stack[-1]
+        state, target = self._pop(), self._top()
         if not isinstance(target, Call) or target.state is not None:
             raise UnsafePickleError("It asks to change something that it did not make.")
         target.state = state
 
     def persistent(self) -> None:
-        self._stack.append(Persistent(self._stack.pop()))
+        self._stack.append(Persistent(self._pop()))
 
     def empty(self, kind: Callable[[], Any]) -> None:
         self._stack.append(kind())
@@ -166,7 +201,7 @@ class _Machine:
         else:
             items = self._stack[len(self._stack) - count :]
             del self._stack[len(self._stack) - count :]
-            if len(items) != count or _MARK in items:
+            if len(items) != count or any(item is _MARK for item in items):
                 raise IndexError("the stack is too short")
         self._stack.append(tuple(items))
 
@@ -180,33 +215,33 @@ class _Machine:
         _set_items(made, items)
 
     def append(self) -> None:
-        value = self._stack.pop()
-        _list(self._stack[-1]).append(value)
+        value = self._pop()
+        _list(self._top()).append(value)
 
     def appends(self) -> None:
         items = self._since_mark()
-        _list(self._stack[-1]).extend(items)
+        _list(self._top()).extend(items)
 
     def set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        _set_items(self._stack[-1], [key, value])
+        value, key = self._pop(), self._pop()
+        _set_items(self._top(), [key, value])
 
     def set_items(self) -> None:
         items = self._since_mark()
-        _set_items(self._stack[-1], items)
+        _set_items(self._top(), items)
 
     def empty_set(self) -> None:
-        self._stack.append(Call(_SET, ()))
+        self._stack.append(Call(_SET, ([],)))
 
     def add_items(self) -> None:
         items = self._since_mark()
-        target = self._stack[-1]
+        target = self._top()
         if not isinstance(target, Call) or target.function is not _SET:
             raise UnsafePickleError("It asks to add to something that is no set.")
-        target.arguments += tuple(items)
+        target.arguments[0].extend(items)
 
     def frozen_set(self) -> None:
-        self._stack.append(Call(_SET, tuple(self._since_mark())))
+        self._stack.append(Call(_SET, (self._since_mark(),)))
 
     def pop(self) -> None:
         self._stack.pop()
@@ -215,7 +250,7 @@ class _Machine:
         self._since_mark()
 
     def dup(self) -> None:
-        self._stack.append(self._stack[-1])
+        self._stack.append(self._top())
 
 
 _ACTIONS: dict[str, Callable[[_Machine], None]] = {
@@ -254,7 +289,7 @@ def _list(target: Any) -> list[Any]:
 
 
 def _set_items(target: Any, items: list[Any]) -> None:
-    pairs = list(zip(items[::2], items[1::2], strict=True))
+    pairs = [(check_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True)]
     if type(target) is dict:
         target.update(pairs)
     elif isinstance(target, Call):

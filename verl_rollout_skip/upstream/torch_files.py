@@ -1,72 +1,82 @@
 """Files of ``torch.save`` and ``pickle.dump``, read into values without running what is in them.
 
-A file of torch is a zip archive: a pickle, and beside it the bytes of each storage, which the pickle names.
+A file of torch is a zip archive: a pickle, and beside it the bytes of each storage, which the pickle names. What a file
+announces is compared with its size before anything of that size is made.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 from typing import IO, Any
 
 from verl_rollout_skip.errors import StoreError
 from verl_rollout_skip.upstream.batches import CALLS, NAMES
-from verl_rollout_skip.upstream.pickles import DamagedDumpError, Name, read_pickle
-from verl_rollout_skip.upstream.values import STORAGES, Builder, Storage, storage_of
+from verl_rollout_skip.upstream.pickles import DamagedDumpError, read_pickle, shortened
+from verl_rollout_skip.upstream.values import Budget, Builder, Storage, storage_identity, storage_of
 
 _ZIP = b"PK\x03\x04"
 
 
 def read_dump_file(path: str) -> Any:
     """The value in a file of ``torch.save`` or ``pickle.dump``."""
-    with open(path, "rb") as file:
-        try:
-            is_zip = file.read(4) == _ZIP
+    try:
+        with _Bounded(path) as file:
+            budget = Budget(file.size)
+            is_zip = file.read(len(_ZIP)) == _ZIP
             file.seek(0)
-            return _read_zip(file) if is_zip else Builder(CALLS, read_torch_bytes).build(read_pickle(file, NAMES))
-        except StoreError:
-            raise
-        except Exception as error:  # damage shows in many ways, and zipfile has many errors
-            raise DamagedDumpError(f"It cannot be read ({type(error).__name__}: {error}).") from error
+            if is_zip:
+                return _read_zip(file, budget)
+            return Builder(CALLS, budget, read_torch_bytes).build(read_pickle(file, NAMES))
+    except StoreError:
+        raise
+    except Exception as error:  # damage shows in many ways, and zipfile has many errors
+        raise DamagedDumpError(f"It cannot be read ({type(error).__name__}: {shortened(error)}).") from error
 
 
-def read_torch_bytes(data: bytes) -> Any:
+def read_torch_bytes(data: bytes, budget: Budget) -> Any:
     """The value of what ``torch.save`` wrote into memory."""
     if not data.startswith(_ZIP):
         raise DamagedDumpError("It holds tensors in a format that is not known here.")
-    return _read_zip(io.BytesIO(data))
+    return _read_zip(io.BytesIO(data), budget)
 
 
-def _read_zip(file: IO[bytes]) -> Any:
+class _Bounded(io.BufferedReader):
+    """A file of which never more is asked for than it has: Python makes room for what is asked for first."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(io.FileIO(path))
+        self.size = os.fstat(self.fileno()).st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(size if size is None else min(size, self.size))
+
+
+def _read_zip(file: IO[bytes], budget: Budget) -> Any:
     with zipfile.ZipFile(file) as archive:
-        return _read_archive(archive)
+        return _read_archive(archive, file.seek(0, io.SEEK_END), budget)
 
 
-def _read_archive(archive: zipfile.ZipFile) -> Any:
+def _read_archive(archive: zipfile.ZipFile, size: int, budget: Budget) -> Any:
     if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
         raise DamagedDumpError("It is compressed, and torch does not do that.")
-    pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    if sum(max(item.file_size, item.compress_size) for item in archive.infolist()) > size:
+        raise DamagedDumpError("It announces more data than it has.")
+    names = set(archive.namelist())
+    pickles = [name for name in names if name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise DamagedDumpError("It is a zip file, but not one of torch.")
     root = pickles[0].removesuffix("/data.pkl")
-    if f"{root}/byteorder" in archive.namelist() and archive.read(f"{root}/byteorder") != b"little":
+    if f"{root}/byteorder" in names and archive.read(f"{root}/byteorder") != b"little":
         raise DamagedDumpError("It was written by a big-endian machine.")
     storages: dict[str, Storage] = {}
 
     def find_storage(identity: Any) -> Storage:
-        if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
-            raise ValueError(f"{identity!r} is no storage")
-        _, kind, key, _, count = identity[:5]
-        if (
-            not isinstance(kind, Name)
-            or kind.name not in STORAGES
-            or not isinstance(key, str)
-            or type(count) is not int
-        ):
-            raise ValueError(f"{identity!r} is no storage")
+        dtype, key, count = storage_identity(identity)
         if key not in storages:
-            storages[key] = storage_of(archive.read(f"{root}/data/{key}"), STORAGES[kind.name], count)
+            storages[key] = storage_of(archive.read(f"{root}/data/{key}"), dtype, count, budget)
         return storages[key]
 
     tree = read_pickle(io.BytesIO(archive.read(pickles[0])), NAMES)
-    return Builder(CALLS, read_torch_bytes, find_storage).build(tree)
+    return Builder(CALLS, budget, read_torch_bytes, find_storage).build(tree)

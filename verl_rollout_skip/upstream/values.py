@@ -1,7 +1,9 @@
 """From the inert tree of a pickle to containers, arrays and tensors, each made by code that stands here.
 
 Every kind of call has one function below, which checks its arguments and makes the value from bytes. Objects that the
-pickle shares between rows are shared again.
+pickle shares between rows are shared again. What is shared can be asked for any number of times by a few bytes, so all
+work is counted, and a file has a ``Budget`` by its size. Nothing is compared, hashed or printed before its type is
+known.
 """
 
 from __future__ import annotations
@@ -9,18 +11,36 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from verl_rollout_skip.upstream.pickles import Call, DamagedDumpError, Name, Persistent, read_pickle
+from verl_rollout_skip.upstream.pickles import (
+    Call,
+    DamagedDumpError,
+    Name,
+    Persistent,
+    check_key,
+    read_pickle,
+    shortened,
+)
 
 _MAX_DEPTH = 100
-_MAX_WEIGHT = 500_000_000
-_DTYPE = re.compile(r"[biufcSU?O]\d*")
+_MAX_DIMENSIONS = 32
+_FREE_WEIGHT = 2_000_000
+# Rollouts of one prompt share what belongs to it, so an honest file weighs a multiple of its size.
+_WEIGHT_PER_BYTE = 64
+# Calls can share their pairs without end, and each pair is looked at several times.
+_PAIR_WEIGHT = 8
+_FREE_ROWS = 1 << 20
+# What stands before the bytes of a storage has about fifty instructions.
+_MAX_HEADER_OPCODES = 1000
+_NODES = (dict, list, tuple, Call, Persistent, Name)
+_WITH_SIZE = (str, bytes, int)
+_DTYPE = re.compile(r"[biufcSU?O][0-9]{0,9}")
 STORAGES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -50,6 +70,25 @@ class Storage:
     elements: torch.Tensor
 
 
+class Budget:
+    """What making the values of one file may cost, by its size in bytes.
+
+    The unit is an object, or eight bytes of bulk data. All is counted as if nothing in it were shared.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._limit = _FREE_WEIGHT + _WEIGHT_PER_BYTE * size
+        self.spent = 0
+        self.max_rows = max(size, _FREE_ROWS)
+        """No dimension of an array is longer: a row takes a byte at least."""
+        self.torch_files = 0
+
+    def weigh(self, amount: int) -> None:
+        self.spent += amount
+        if self.spent > self._limit:
+            raise DamagedDumpError("It repeats parts of itself so often that it would not fit into memory.")
+
+
 Make = Callable[["Builder", Call], Any]
 
 
@@ -57,49 +96,64 @@ class Builder:
     """Makes the values of one tree.
 
     ``calls`` says how what is called is made. ``find_storage`` gives the storages that lie outside the pickle, and
-    ``read_torch`` reads a file of torch that lies within it.
+    ``read_torch`` reads a file of torch that lies within it, on the same budget.
     """
 
     def __init__(
         self,
         calls: Mapping[str, Make],
-        read_torch: Callable[[bytes], Any],
+        budget: Budget,
+        read_torch: Callable[[bytes, Budget], Any],
         find_storage: Callable[[Any], Storage] | None = None,
     ) -> None:
         self._calls = calls
-        self.read_torch = read_torch
+        self.budget = budget
+        self._read_torch = read_torch
         self._find_storage = find_storage
         self._made: dict[int, tuple[Any, Any, int]] = {}
         self._depth = 0
-        self._weight = 0
 
     def build(self, node: Any) -> Any:
         """The value of a node; the same node always gives the same value."""
-        if not isinstance(node, dict | list | tuple | Call | Persistent | Name):
+        if not isinstance(node, _NODES):
+            if isinstance(node, _WITH_SIZE):
+                self.budget.weigh(_words(node))
             return node
         known = self._made.get(id(node))
         if known is not None:
-            self._weigh(known[2])
+            self.budget.weigh(known[2])
             return known[1]
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise DamagedDumpError("It is nested too deeply, or within itself.")
-        before = self._weight
+        before = self.budget.spent
         value = self._build(node)
         self._depth -= 1
-        self._weigh(1 + getattr(value, "nbytes", 0) // 8)
-        self._made[id(node)] = (node, value, self._weight - before)  # the node too, so that its id stays its own
+        self.budget.weigh(1 + _words(value))
+        # The node too, so that its id stays its own.
+        self._made[id(node)] = (node, value, self.budget.spent - before)
         return value
 
-    def _weigh(self, amount: int) -> None:
-        """Count what was made as if nothing in it were shared: a small file can share itself into any size."""
-        self._weight += amount
-        if self._weight > _MAX_WEIGHT:
-            raise DamagedDumpError("It repeats parts of itself so often that it would not fit into memory.")
+    def read_torch(self, data: bytes) -> Any:
+        """The value of a file of torch within this one. A dump has one, and more could be nested without end."""
+        self.budget.torch_files += 1
+        if self.budget.torch_files > 1:
+            raise DamagedDumpError("It holds several files of torch.")
+        return self._read_torch(data, self.budget)
+
+    def shape(self, node: Any) -> tuple[int, ...]:
+        """The size of an array or a batch, if it can be one in this file."""
+        sizes = self.build(node)
+        if not isinstance(sizes, list | tuple) or len(sizes) > _MAX_DIMENSIONS:
+            raise ValueError(f"a {type(sizes).__name__} is no size, or has more than {_MAX_DIMENSIONS} dimensions")
+        found = tuple(natural(size) for size in sizes)
+        if any(size > self.budget.max_rows for size in found):
+            raise ValueError(f"size {list(found)} does not lie within the file")
+        return found
 
     def _build(self, node: Any) -> Any:
         if isinstance(node, dict):
-            return {key_of(key): self.build(value) for key, value in node.items()}
+            return {key: self.build(value) for key, value in node.items()}
         if isinstance(node, list | tuple):
             return type(node)(self.build(item) for item in node)
         if isinstance(node, Persistent):
@@ -116,28 +170,41 @@ class Builder:
             raise DamagedDumpError(
                 f"It holds a {node.function}, which cannot be stored as part of a rollout."
             ) from None
+        self.budget.weigh(_given(node))
         try:
             return make(self, node)
-        except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-            raise DamagedDumpError(f"A {node.function} in it is malformed ({error}).") from error
+        except (TypeError, ValueError, KeyError, IndexError, RuntimeError, AttributeError) as error:
+            raise DamagedDumpError(f"A {node.function} in it is malformed ({shortened(error)}).") from error
 
 
-def key_of(key: Any) -> Any:
-    if not isinstance(key, str | int | float | bool | bytes | None):
-        raise DamagedDumpError(f"A dict in it has a {type(key).__name__} as a key.")
-    return key
+def _words(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value) // 8
+    if isinstance(value, int):
+        return value.bit_length() // 64
+    return int(value.nbytes) // 8 if isinstance(value, torch.Tensor | np.ndarray) else 0
+
+
+def _given(call: Call) -> int:
+    """How much a call is given: any number of calls can share it, and each of them goes through it."""
+    state = call.state if isinstance(call.state, list | tuple) else (call.state,)
+    given = [call.arguments, state, *call.arguments[:8], *state[:8]]
+    return sum(len(part) for part in given if isinstance(part, list | tuple | dict | str | bytes))
 
 
 def _ordered_dict(builder: Builder, call: Call) -> dict[Any, Any]:
-    pairs = [tuple(pair) for pair in call.arguments[0]] if call.arguments else []
-    return {key_of(key): builder.build(value) for key, value in [*pairs, *call.items]}
+    pairs = call.arguments[0] if call.arguments else []
+    if not isinstance(pairs, list | tuple) or any(type(pair) not in (list, tuple) or len(pair) != 2 for pair in pairs):
+        raise ValueError("it is not made of pairs")
+    builder.budget.weigh(_PAIR_WEIGHT * len(pairs))
+    return {check_key(key): builder.build(value) for key, value in [*pairs, *call.items]}
 
 
 def _encoded_bytes(builder: Builder, call: Call) -> bytes:
     text, encoding = call.arguments
-    if encoding != "latin1":
-        raise ValueError(f"encoding {encoding!r}")
-    return str(text).encode("latin1")
+    if not isinstance(text, str) or encoding != "latin1":
+        raise ValueError("it is no text in latin1")
+    return text.encode("latin1")
 
 
 def _no_bytes(builder: Builder, call: Call) -> bytes:
@@ -149,7 +216,7 @@ def _no_bytes(builder: Builder, call: Call) -> bytes:
 
 def _size(builder: Builder, call: Call) -> tuple[int, ...]:
     [sizes] = call.arguments
-    return tuple(natural(size) for size in sizes)
+    return builder.shape(sizes)
 
 
 def _device(builder: Builder, call: Call) -> None:
@@ -159,14 +226,15 @@ def _device(builder: Builder, call: Call) -> None:
 def _dtype(builder: Builder, call: Call) -> np.dtype:
     code, state = call.arguments[0], call.state or (3, "|")
     if not isinstance(code, str) or not _DTYPE.fullmatch(code) or any(part is not None for part in state[2:5]):
-        raise ValueError(f"dtype {code!r}")
-    order = state[1] if state[1] in ("<", ">", "|", "=") else "|"
-    return np.dtype("O" if code.startswith("O") else f"{order}{code}")
+        raise ValueError("it is no plain type")
+    if not isinstance(state[1], str) or state[1] not in ("<", ">", "|", "="):
+        raise ValueError("it has no byte order")
+    return np.dtype("O" if code.startswith("O") else f"{state[1]}{code}")
 
 
 def _array(builder: Builder, call: Call) -> np.ndarray:
     _, shape, dtype_node, is_fortran, data = call.state
-    dtype, sizes = builder.build(dtype_node), tuple(natural(size) for size in shape)
+    dtype, sizes = _built_dtype(builder, dtype_node), builder.shape(shape)
     count = math.prod(sizes)
     if dtype.kind == "O":
         if not isinstance(data, list) or len(data) != count:
@@ -181,14 +249,22 @@ def _array(builder: Builder, call: Call) -> np.ndarray:
 
 def _array_from_buffer(builder: Builder, call: Call) -> np.ndarray:
     data, dtype_node, shape, order = call.arguments
-    sizes = tuple(natural(size) for size in shape)
-    dtype = builder.build(dtype_node)
+    dtype, sizes = _built_dtype(builder, dtype_node), builder.shape(shape)
+    if not isinstance(order, str) or order not in ("C", "F"):
+        raise ValueError("its elements are in no known order")
     return _elements(builder.build(data), dtype, math.prod(sizes)).reshape(sizes, order="F" if order == "F" else "C")
 
 
 def _scalar(builder: Builder, call: Call) -> Any:
-    dtype, data = builder.build(call.arguments[0]), builder.build(call.arguments[1])
-    return _elements(data, dtype, 1)[0]
+    dtype, data = call.arguments
+    return _elements(builder.build(data), _built_dtype(builder, dtype), 1)[0]
+
+
+def _built_dtype(builder: Builder, node: Any) -> np.dtype:
+    dtype = builder.build(node)
+    if not isinstance(dtype, np.dtype):
+        raise ValueError(f"a {type(dtype).__name__} is no type of an array")
+    return dtype
 
 
 def _elements(data: Any, dtype: np.dtype, count: int) -> np.ndarray:
@@ -199,14 +275,26 @@ def _elements(data: Any, dtype: np.dtype, count: int) -> np.ndarray:
 
 def _tensor(builder: Builder, call: Call) -> torch.Tensor:
     storage, offset, size, stride = call.arguments[:4]
-    elements = builder.build(storage).elements
+    elements = _built_storage(builder, storage).elements
     if str(call.function).endswith("_v3"):
-        elements = elements.view(builder.build(call.arguments[6]))
-    return _view(elements, natural(offset), builder.build(size), builder.build(stride))
+        dtype = builder.build(call.arguments[6])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a {type(dtype).__name__} is no type of a tensor")
+        elements = elements.view(dtype)
+    strides = builder.build(stride)
+    if not isinstance(strides, list | tuple) or len(strides) > _MAX_DIMENSIONS:
+        raise ValueError(f"a {type(strides).__name__} is no stride")
+    return _view(elements, natural(offset), list(builder.shape(size)), [natural(step) for step in strides])
 
 
-def _view(elements: torch.Tensor, offset: int, size: Any, stride: Any) -> torch.Tensor:
-    sizes, strides = [natural(item) for item in size], [natural(item) for item in stride]
+def _built_storage(builder: Builder, node: Any) -> Storage:
+    storage = builder.build(node)
+    if not isinstance(storage, Storage):
+        raise ValueError(f"a {type(storage).__name__} is no storage")
+    return storage
+
+
+def _view(elements: torch.Tensor, offset: int, sizes: list[int], strides: list[int]) -> torch.Tensor:
     count = math.prod(sizes)
     last = offset + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True)) if count else 0
     if count > len(elements) or last >= max(len(elements), 1):
@@ -225,27 +313,47 @@ def _tensor_of_type(builder: Builder, call: Call) -> Any:
             _jagged,
         ),
     }
+    if not isinstance(function, Name) or not isinstance(kind, Name) or not isinstance(arguments, tuple):
+        raise ValueError("it is not made by a named function")
     expected, make = known[str(function)]
     if str(kind) != expected:
         raise ValueError(f"{kind} made by {function}")
-    return make(builder, Call(function, tuple(arguments)))
+    return make(builder, Call(function, arguments))
 
 
 def _jagged(builder: Builder, call: Call) -> torch.Tensor:
     fields = call.arguments[0]
     values, offsets = builder.build(fields["values"]), builder.build(fields["offsets"])
     lengths, dim = builder.build(fields.get("lengths")), natural(fields.get("_ragged_idx", 1))
-    return make_jagged(values, offsets, lengths, dim)
+    made = make_jagged(values, offsets, lengths, dim)
+    builder.budget.weigh(len(offsets))
+    return made
 
 
-def make_jagged(values: torch.Tensor, offsets: torch.Tensor, lengths: Any, dim: int = 1) -> torch.Tensor:
-    places = offsets.tolist()
-    if offsets.dim() != 1 or not 1 <= dim <= values.dim() or places != sorted(places) or (places and places[0] < 0):
+def make_jagged(values: Any, offsets: Any, lengths: Any, dim: int = 1) -> torch.Tensor:
+    if not isinstance(values, torch.Tensor) or values.is_nested or not 1 <= dim <= values.dim():
+        raise ValueError("its values are no tensor")
+    places = _places(offsets)
+    if not places or places[0] < 0 or places != sorted(places):
         raise ValueError("offsets that are none")
-    ends = places[-1] if lengths is None else max([0, *(a + b for a, b in zip(places, lengths.tolist(), strict=False))])
-    if ends > values.shape[dim - 1]:
+    ends = [places[-1]]
+    if lengths is not None:
+        sizes = _places(lengths)
+        ends = [start + size for start, size in zip(places[:-1], sizes, strict=True)]
+        if any(size < 0 for size in sizes):
+            raise ValueError("rows of a negative length")
+    if max(ends, default=0) > values.shape[dim - 1]:
         raise ValueError("rows beyond the values")
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, lengths=lengths, jagged_dim=dim)
+
+
+def _places(tensor: Any) -> list[int]:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dim() != 1:
+        raise ValueError("offsets that are none")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"offsets of {tensor.dtype}")
+    found: list[int] = tensor.tolist()
+    return found
 
 
 def _storage_from_bytes(builder: Builder, call: Call) -> Storage:
@@ -253,25 +361,40 @@ def _storage_from_bytes(builder: Builder, call: Call) -> Storage:
     [data] = call.arguments
     stream = io.BytesIO(builder.build(data))
     for expected in (0x1950A86A20F9469CFC6C, 1001):
-        if read_pickle(stream, ()) != expected:
+        if _header(stream) != expected:
             raise ValueError("it is no storage of torch")
-    system = read_pickle(stream, ())
-    if system.get("little_endian") is not True:
+    system = _header(stream)
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise ValueError("it was written by a big-endian machine")
-    found = read_pickle(stream, _STORAGE_NAMES)
-    keys = read_pickle(stream, ())
-    if not isinstance(found, Persistent) or keys != [found.identity[2]]:
+    found, keys = _header(stream, _STORAGE_NAMES), _header(stream)
+    if not isinstance(found, Persistent):
+        raise ValueError("it is no storage of torch")
+    dtype, key, count = storage_identity(found.identity)
+    if not isinstance(keys, list) or len(keys) != 1 or not isinstance(keys[0], str) or keys[0] != key:
         raise ValueError("it is more than one storage")
-    _, kind, _, _, count = found.identity[:5]
-    dtype, count = STORAGES[kind.name], natural(count)
     width = torch.empty(0, dtype=dtype).element_size()
     if int.from_bytes(stream.read(8), "little") not in (count, count * width):
         raise ValueError("it has another size than it says")
-    return storage_of(stream.read(), dtype, count)
+    return storage_of(stream.read(), dtype, count, builder.budget)
 
 
-def storage_of(data: Any, dtype: torch.dtype, count: int) -> Storage:
+def _header(stream: io.BytesIO, allowed: Container[str] = ()) -> Any:
+    return read_pickle(stream, allowed, _MAX_HEADER_OPCODES)
+
+
+def storage_identity(identity: Any) -> tuple[torch.dtype, str, int]:
+    """What torch writes to name a storage: its type, its key and how many elements it has."""
+    if isinstance(identity, tuple) and 5 <= len(identity) <= 6:
+        word, kind, key, _, count = identity[:5]
+        is_named = isinstance(word, str) and word == "storage" and isinstance(key, str)
+        if is_named and isinstance(kind, Name) and kind.name in STORAGES:
+            return STORAGES[kind.name], key, natural(count)
+    raise ValueError("it names a storage in a way that torch does not")
+
+
+def storage_of(data: Any, dtype: torch.dtype, count: int, budget: Budget) -> Storage:
     """A storage from its bytes."""
+    budget.weigh(len(data) // 8)
     if len(data) != count * torch.empty(0, dtype=dtype).element_size():
         raise ValueError(f"{count} elements of {dtype} are announced and {len(data)} bytes are there")
     return Storage(torch.frombuffer(bytearray(data), dtype=dtype) if count else torch.empty(0, dtype=dtype))
@@ -281,15 +404,21 @@ def _image(builder: Builder, call: Call) -> Any:
     from PIL import Image
 
     _, mode, size, palette, data = call.state[:5]
-    width, height = (natural(length) for length in size)
+    width, height = builder.shape(size)
     if palette is not None or not isinstance(data, bytes) or width * height > 8 * len(data):
         raise ValueError("an image with a palette, or without its pixels")
-    return Image.frombytes(str(mode), (width, height), data)
+    if not isinstance(mode, str):
+        raise ValueError("an image without a mode")
+    builder.budget.weigh(width * height // 2)
+    return Image.frombytes(mode, (width, height), data)
 
 
 def natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+    """A size or a place: a number that torch can count to."""
+    if type(value) is not int:
+        raise ValueError(f"a {type(value).__name__} is no size")
+    if not 0 <= value < 2**63:
+        raise ValueError("a number below 0 or of more than 63 bits is no size")
     return value
 
 
