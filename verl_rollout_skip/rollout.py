@@ -23,6 +23,7 @@ from verl_rollout_skip.errors import (
     RolloutSkipError,
     StoreError,
     UnreadableEntryError,
+    UnsupportedBatchError,
 )
 from verl_rollout_skip.history import HISTORY, IDENTITY, History, extend, identity_of
 from verl_rollout_skip.key import RolloutKey
@@ -38,7 +39,7 @@ from verl_rollout_skip.prompts import (
     why_no_replacement,
     why_not_same,
 )
-from verl_rollout_skip.recorder import Recorder
+from verl_rollout_skip.recorder import Complete, Recorder
 from verl_rollout_skip.store.store import LoadedEntry, RolloutStore
 from verl_rollout_skip.variants import Run, Source, open_run, own_source, resolve_prompts
 
@@ -119,8 +120,13 @@ class RolloutSkip:
         if self.settings.mode is not Mode.OFF:
             self._history.add(key, identity_of(batch), self._recorded_history(key.step))
 
-    def record(self, key: RolloutKey, batch: Any, inputs: Any, seconds: float) -> dict[str, float]:
-        """Count and dump what was generated in so many seconds; returns the metrics of the step."""
+    def record(
+        self, key: RolloutKey, batch: Any, inputs: Any, seconds: float, complete: Complete | None = None
+    ) -> dict[str, float]:
+        """Count and dump what was generated in so many seconds; returns the metrics of the step.
+
+        ``complete`` is called before the batch is dumped, if it is. What it raises is a failed dump.
+        """
         self.statistics.misses += 1
         self.statistics.generate_s += seconds
         identity = identity_of(batch)
@@ -133,7 +139,7 @@ class RolloutSkip:
                 HISTORY: self._history.before(key.step),
                 SAMPLING: sampling_of(inputs),
             }
-            self._recorder.dump(key, batch, inputs, info)
+            self._recorder.dump(key, batch, inputs, info, complete)
         metrics = {
             "rollout_skip/hit": 0.0,
             "rollout_skip/dump_bytes": float(self._stored_bytes()),
@@ -224,7 +230,7 @@ class RolloutSkip:
                     reason = why_no_replacement(entry, recorded, inputs)
                 else:
                     reason = why_not_same(entry, inputs)
-            except OtherInput as other:
+            except (OtherInput, UnsupportedBatchError) as other:  # what cannot be stored was not recorded
                 reason = str(other)
             if reason is not None:
                 reasons.append(reason)

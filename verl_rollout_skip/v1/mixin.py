@@ -227,11 +227,14 @@ class RolloutSkipMixin:
         gone = self._in_flight.gone(uids, sampled.waiting_prompts())
         if self.rollout_skip.covers(key):
             fields, partial = sampled.fetch(batch)
-            drawn = [prompt.digest for prompt in self._in_flight.drawn]
             reported = asynchronous.joined(self._prepared, metrics)
-            sampled.pack(fields, batch, places, sampled.Sample(drawn, gone, reported, partial))
+
+            def complete() -> None:
+                drawn = [prompt.digest for prompt in self._in_flight.drawn]
+                sampled.pack(fields, batch, places, sampled.Sample(drawn, gone, reported, partial))
+
             inputs = self._in_flight.rows(places)
-            self._step_metrics.append(self.rollout_skip.record(key, fields, inputs, seconds))
+            self._step_metrics.append(self.rollout_skip.record(key, fields, inputs, seconds, complete))
             self._log_samples(fields)
         else:
             self.rollout_skip.pass_by(key, sampled.fetch(batch)[0])
