@@ -285,9 +285,14 @@ class RolloutSkipMixin:
             self._weight_sync = DeferredWeightSync(self.checkpoint_manager)  # type: ignore[attr-defined]
 
     def _validate(self) -> dict[str, float]:
-        if self._weight_sync is not None:
-            self._weight_sync.catch_up()
-        return super()._validate()  # type: ignore[misc]
+        if self._weight_sync is None:
+            return super()._validate()  # type: ignore[misc]
+        with self._weight_sync.suspended():
+            return super()._validate()  # type: ignore[misc]
+
+    def _save_checkpoint(self) -> None:
+        with self._push_back.undrawn(self.train_dataloader):  # type: ignore[attr-defined]
+            super()._save_checkpoint()  # type: ignore[misc]
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> KVBatchMeta:
         self._step_metrics = []
