@@ -159,8 +159,11 @@ class RolloutSkip:
         """The keys that can be loaded."""
         return sorted({key for _, store in self._sources for key in store})
 
-    def check_steps(self, wanted: range) -> None:
-        """Raise if a training of these steps could not come to its end: one is not recorded, or is recorded already."""
+    def check_steps(self, wanted: range, gen_batches: int = 1) -> None:
+        """Raise if a training of these steps could not come to its end: one is not recorded, or is recorded already.
+
+        ``gen_batches`` is how many generation batches each step has at least.
+        """
         covered = [step for step in wanted if step in self.settings.steps]
         if self.settings.mode is Mode.RECORD and self._recorder is not None:
             recorded = {key.step for key in self._recorder.store}
@@ -168,10 +171,12 @@ class RolloutSkip:
             if taken:
                 raise EntryExistsError(self._taken(f"Of the training's steps {describe_steps(taken)} are"))
         if self.settings.mode is Mode.REPLAY:
-            recorded = {key.step for key in self.recorded_keys()}
-            missing = [step for step in covered if step not in recorded]
+            keys = set(self.recorded_keys())
+            needed = range(gen_batches)
+            whole = {key.step for key in keys if all(RolloutKey(key.step, number) in keys for number in needed)}
+            missing = [step for step in covered if step not in whole]
             if missing:
-                raise EntryNotFoundError(self._missing(wanted, missing, recorded))
+                raise EntryNotFoundError(self._missing(wanted, missing, whole, gen_batches))
 
     def places(self) -> str:
         """The folders that are read, for messages."""
@@ -399,12 +404,19 @@ class RolloutSkip:
             "continues a recording, mode 'refresh' replaces it."
         )
 
-    def _missing(self, wanted: range, missing: list[int], recorded: set[int]) -> str:
+    def _missing(self, wanted: range, missing: list[int], recorded: set[int], gen_batches: int) -> str:
+        found = sum(key.step == missing[0] for key in self.recorded_keys())
+        cause = self._likely_cause(missing[0])
+        if found:
+            cause = (
+                f"Of step {missing[0]} {found} of {gen_batches} generation batches are there: the recorded training "
+                "ended within it, or a dump failed or was removed."
+            )
         fewer = f"train fewer steps (trainer.total_training_steps={missing[0] - 1}), " if missing[0] > wanted[0] else ""
         return (
             f"The training would replay steps {describe_steps(wanted)}, and of these {describe_steps(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not recorded; recorded are {describe_steps(recorded)} "
-            f"({self.places()}). {self._likely_cause(missing[0])} You can {fewer}record more (mode cache), or use mode "
+            f"{'is' if len(missing) == 1 else 'are'} not recorded; recorded are {describe_steps(recorded) or 'none'} "
+            f"({self.places()}). {cause} You can {fewer}record more (mode cache), or use mode "
             "repeat."
         )
 

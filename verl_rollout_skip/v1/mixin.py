@@ -268,7 +268,7 @@ class RolloutSkipMixin:
             in_data = self.steps_per_epoch * trainer.total_epochs  # type: ignore[attr-defined]
             last = min(self.total_training_steps, in_data)  # type: ignore[attr-defined]
             wanted = range(first_step(trainer), last + 1)
-            self.rollout_skip.check_steps(wanted)
+            self.rollout_skip.check_steps(wanted, self.parameter_sync_step)  # type: ignore[attr-defined]
             if not self._is_sync:
                 asynchronous.check_steps(self.rollout_skip, wanted)
 
