@@ -90,6 +90,8 @@ def joined(prepared: dict[str, Any], sampled: dict[str, Any]) -> dict[str, Any]:
     """The metrics of a sample together with those of prompts that were evicted before, while the step was prepared."""
     if not prepared:
         return dict(sampled)
+        # Whoever resumes from the next checkpoint and generates must generate for them again.
+        tq.kv_batch_put(keys=prompts, partition_id=PARTITION, tags=[{"status": "pending"}] * len(prompts))
     metrics = dict(prepared)
     count = next((value for name, value in sampled.items() if name.endswith("/off_policy/evicted_samples")), 0)
     _accumulate_eviction_metrics(metrics, sampled, count)
