@@ -51,7 +51,12 @@ LineUp = Callable[[LoadedEntry], Any]
 
 
 class RolloutSkip:
-    """Decides for each rollout step whether to load or to generate, and keeps the records."""
+    """Decides for each rollout step whether to load or to generate, and keeps the records.
+
+    ``way_on`` is what the advice to use ``rollout-skip resume`` says beside the command; None if that cannot help.
+    """
+
+    way_on: str | None = ""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -200,10 +205,10 @@ class RolloutSkip:
         finally:
             if self.settings.mode is not Mode.OFF:
                 logger.info("%s", self.summary())
-            if self._recorder is not None and self.statistics.dumped:
+            if self._recorder is not None and self.statistics.dumped and self.way_on is not None:
                 folder = self._recorder.folder
                 if all(source.folder == folder for source, _ in self._sources):
-                    logger.info("to go on from here: rollout-skip resume %s/manifest.json", folder)
+                    logger.info("to go on from here: rollout-skip resume %s/manifest.json%s", folder, self.way_on)
 
     def __enter__(self) -> RolloutSkip:
         return self

@@ -53,6 +53,7 @@ class RolloutSkipMixin:
         reward.check_settings(self.rollout_skip.settings, config)
         if mode != SYNC:
             asynchronous.check_settings(self.rollout_skip.settings)
+            self.rollout_skip.way_on = asynchronous.way_on(config)
         self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)
         self._in_flight = InFlight()
         self._push_back = PushBack()
