@@ -12,6 +12,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +35,19 @@ PROMPTS, SAMPLES, ROWS = 4, 3, 40
 PARTITION = "train"
 
 
+class Rewards(Enum):
+    """Where the rewards of the engine's answers come from."""
+
+    BY_FUNCTION = "a reward worker scored the session, as verl lets it do"
+    BY_LOOP = "the agent loop gave the reward itself"
+    LATER = "a colocated reward model scores after the sample"
+
+
 @dataclass
 class Engine:
     """Answers at once. What it answers depends on the prompt, the sample and the version of the weights alone."""
 
+    rewards: Rewards = Rewards.BY_FUNCTION
     version: int = 0
     prompts: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -64,8 +74,9 @@ class Engine:
 
     def _session(self, prompt: dict[str, Any], session: int) -> list[dict[str, Any]]:
         rng = random.Random(f"{prompt['index']} {session} {self.version}")
-        reward = float(rng.random() < 0.4)
+        reward = self._reward(rng, session)
         outputs = []
+        scored = self.rewards is not Rewards.LATER
         for _ in range(1 + (prompt["index"] + session) % 2):
             length = rng.randint(1, 6)
             output = AgentLoopOutput(
@@ -73,17 +84,22 @@ class Engine:
                 response_ids=[rng.randint(1, 200) for _ in range(length)],
                 response_mask=[1] * length,
                 response_logprobs=[-rng.random() for _ in range(length)],
-                reward_score=reward,
+                reward_score=reward if scored else None,
                 num_turns=2,
                 metrics=AgentLoopMetrics(generate_sequences=rng.random()),
                 extra_fields={
-                    "reward_extra_info": {"acc": reward},
+                    **({"reward_extra_info": {"acc": reward}} if scored else {}),
                     "min_global_steps": self.version,
                     "max_global_steps": self.version,
                 },
             )
-            outputs.append(trajectory(output, prompt, session))
-        return outputs
+            outputs.append(output)
+        if self.rewards is Rewards.BY_FUNCTION:
+            outputs[-1].metrics.compute_score = 0.01
+        return [trajectory(output, prompt, session) for output in outputs]
+
+    def _reward(self, rng: random.Random, session: int) -> float:
+        return float(rng.random() < 0.4)
 
 
 def trajectory(output: AgentLoopOutput, prompt: dict[str, Any], session: int) -> dict[str, Any]:
@@ -127,7 +143,7 @@ class Weights:
         if self.engine is not None:
             self.engine.version = global_steps
 
-    def nothing(self) -> None:
+    def nothing(self, **_: Any) -> None:
         pass
 
     sleep_replicas = abort_replicas = resume_generation_replicas = nothing

@@ -122,6 +122,8 @@ def without_engine(config: DictConfig, loads_rewards: bool) -> DictConfig:
                 rollout[size] = 1
         if OmegaConf.select(rollout, "disaggregation.enabled"):
             rollout.disaggregation.enabled = False  # belongs to the servers that are not started
+        if OmegaConf.select(rollout, "prometheus.enable"):
+            rollout.prometheus.enable = False  # there is no server whose metrics could be collected
         libraries = model.get("external_lib")
         model.external_lib = [*_listed(libraries), __name__]
         if trainer.get("val_before_train", True) or trainer.get("test_freq", -1) > 0:

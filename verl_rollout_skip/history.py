@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import xxhash
+from tensordict import NonTensorStack
 
 from verl_rollout_skip.key import RolloutKey
 
@@ -30,11 +31,20 @@ def identity_of(batch: Any) -> str:
         column = tensors.get(name, None)
         if column is None:
             continue
-        parts = (column.values(), column.offsets()) if column.is_nested else (column,)
-        for part in parts:
+        for part in _parts(column):
             digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
             digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _parts(column: Any) -> list[Any]:
+    """The tensors that a column consists of."""
+    if isinstance(column, NonTensorStack):
+        # On V1 agent loops may reward some rows and leave the others to a reward model.
+        cells = column.tolist()
+        rows = [row for row, cell in enumerate(cells) if cell is not None]
+        return [torch.tensor(rows), *(cells[row] for row in rows)]
+    return [column.values(), column.offsets()] if column.is_nested else [column]
 
 
 class History:

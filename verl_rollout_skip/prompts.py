@@ -75,7 +75,7 @@ def why_not_same(entry: LoadedEntry, inputs: Any) -> str | None:
     text = f"{len(rows)} of {len(current)} rows differ"
     if Counter(recorded) == Counter(current):
         text += "; they are the same prompts in another order (another data.seed, sampler or shuffle?)"
-    return f"{text}. The first is row {rows[0]}:\n{_row_difference(entry, inputs, rows[0])}"
+    return f"{text}. The first is row {rows[0]}:\n{row_difference(entry, rows[0], inputs, rows[0])}"
 
 
 def why_no_replacement(entry: LoadedEntry, recorded: Any, inputs: Any) -> str | None:
@@ -152,8 +152,9 @@ def _sampling_difference(entry: LoadedEntry, inputs: Any) -> str | None:
     return "the prompts are the same, but are to be sampled otherwise:\n" + "\n".join(lines) if lines else None
 
 
-def _row_difference(entry: LoadedEntry, inputs: Any, row: int) -> str:
-    recorded, current = _row(take_apart(entry.inputs()), row), _row(take_apart(inputs), row)
+def row_difference(entry: LoadedEntry, recorded_row: int, inputs: Any, current_row: int) -> str:
+    """How a row of the current input differs from one of the recorded input, in words."""
+    recorded, current = _row(take_apart(entry.inputs()), recorded_row), _row(take_apart(inputs), current_row)
     lines = []
     for key in sorted({*recorded, *current} - {UID}, key=lambda key: (key != "raw_prompt", key)):
         old, new = recorded.get(key, "not there"), current.get(key, "not there")

@@ -19,6 +19,9 @@ from verl_rollout_skip.variants import Run
 
 logger = logging.getLogger(__name__)
 
+Complete = Callable[[], None]
+"""Adds to a batch what only its dump needs."""
+
 
 class Recorder:
     """Writes generated rollouts into today's own variant."""
@@ -32,14 +35,17 @@ class Recorder:
         self._accepted: set[RolloutKey] = set()
         self._steps_on_disk: set[int] | None = None
 
-    def dump(self, key: RolloutKey, batch: Any, inputs: Any, info: dict[str, Any]) -> None:
-        """Record a rollout, unless the key is taken or enough steps are recorded."""
+    def dump(
+        self, key: RolloutKey, batch: Any, inputs: Any, info: dict[str, Any], complete: Complete | None = None
+    ) -> None:
+        """Record a rollout, unless the key is taken or enough steps are recorded. What ``complete`` raises is a failed
+        dump like any other."""
         replace = self.run.settings.mode is Mode.REFRESH
         if not replace and key in self.store:
             self._count_taken(key)
         elif self._within_limit(key) and self._surface(lambda: self._begin(key)):
             self._accepted.add(key)
-            if not self._surface(lambda: self._put(key, batch, inputs, info, replace)):
+            if not self._surface(lambda: self._put(key, batch, inputs, info, replace, complete)):
                 self._accepted.discard(key)
             self._count()
 
@@ -58,7 +64,17 @@ class Recorder:
                 recording = self._recording
                 self._surface(lambda: recording.save([key.step for key in self._accepted]))
 
-    def _put(self, key: RolloutKey, batch: Any, inputs: Any, info: dict[str, Any], replace: bool) -> None:
+    def _put(
+        self,
+        key: RolloutKey,
+        batch: Any,
+        inputs: Any,
+        info: dict[str, Any],
+        replace: bool,
+        complete: Complete | None,
+    ) -> None:
+        if complete is not None:
+            complete()
         try:
             self.store.put(key, batch, inputs=inputs, info=info, replace=replace)
         except EntryExistsError as error:  # without a background thread; with one it comes among the failures

@@ -1,7 +1,8 @@
 """Goes on with a training from its manifest: the recorded configuration, with some settings given anew.
 
-Recorded steps are loaded, the following ones are generated and recorded into the same run. The folder may have been
-moved or copied: what counts is where the manifest is now, and the content of model and data, not their paths.
+Recorded steps are loaded, the following ones are generated and recorded into the same run; asynchronous trainings go
+on from their last checkpoint. The folder may have been moved or copied: what counts is where the manifest is now, and
+the content of model and data, not their paths.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from yaml import YAMLError
 from verl_rollout_skip.config import BLOCK, take_out_skip_keys
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
 from verl_rollout_skip.manifest import Manifest
+from verl_rollout_skip.seams import first_step
 from verl_rollout_skip.secrets import MASK
 
 # Of the settings of this package those that go on; the others say where and how the recorded training was started.
@@ -45,7 +47,7 @@ def plan_resumption(path: str, overrides: Sequence[str]) -> Resumption:
     _check_whole(manifest, given)
     recorded = {key: value for key, value in (manifest.config.get(BLOCK) or {}).items() if key in _KEPT}
     with open_dict(config):
-        config[BLOCK] = {"mode": "cache", "source": manifest.path, **recorded, **(config.get(BLOCK) or {})}
+        config[BLOCK] = {**_way_on(manifest, config), **recorded, **(config.get(BLOCK) or {})}
     return Resumption(manifest, config, remapped)
 
 
@@ -59,6 +61,30 @@ def run_resumption(resumption: Resumption) -> None:
         trainer_class = SkipTaskRunner.trainer_class if uses_v1 else _trainer_class(resumption.manifest)
 
     train(resumption.config, ResumingTaskRunner)
+
+
+def _way_on(manifest: Manifest, config: DictConfig) -> dict[str, str]:
+    """Load what is recorded and record the rest. An asynchronous training cannot do that, because its steps are not
+    independent: it goes on from a checkpoint, and records what comes after it anew."""
+    given = OmegaConf.select(config, f"{BLOCK}.mode")
+    if not _is_asynchronous(config) or given not in (None, "refresh"):
+        return {"mode": "cache", "source": manifest.path}
+    if given is None and first_step(config.trainer) == 1:
+        raise ConfigError(
+            f"{manifest.path} was recorded by an asynchronous training, which goes on from a checkpoint only, and "
+            f"there is none: trainer.resume_mode is {config.trainer.get('resume_mode', 'disable')!r}, "
+            f"trainer.default_local_dir {config.trainer.get('default_local_dir')!r}. Give "
+            f"trainer.resume_mode=resume_path and trainer.resume_from_path=…; or {BLOCK}.mode=replay to train on what "
+            f"is recorded, or {BLOCK}.mode=refresh to record everything anew."
+        )
+    folder = manifest.path.removesuffix("/manifest.json")
+    return {"mode": "refresh", "source": manifest.path, "dump_dir": "/".join(folder.split("/")[:-2])}
+
+
+def _is_asynchronous(config: DictConfig) -> bool:
+    trainer = config.trainer
+    mode = str(OmegaConf.select(trainer, "v1.trainer_mode", default="")).removeprefix("skip_")
+    return bool(trainer.get("use_v1", False)) and mode in ("colocate_async", "separate_async")
 
 
 def _trainer_class(manifest: Manifest) -> type:

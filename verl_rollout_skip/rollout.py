@@ -23,6 +23,7 @@ from verl_rollout_skip.errors import (
     RolloutSkipError,
     StoreError,
     UnreadableEntryError,
+    UnsupportedBatchError,
 )
 from verl_rollout_skip.history import HISTORY, IDENTITY, History, extend, identity_of
 from verl_rollout_skip.key import RolloutKey
@@ -38,7 +39,7 @@ from verl_rollout_skip.prompts import (
     why_no_replacement,
     why_not_same,
 )
-from verl_rollout_skip.recorder import Recorder
+from verl_rollout_skip.recorder import Complete, Recorder
 from verl_rollout_skip.store.store import LoadedEntry, RolloutStore
 from verl_rollout_skip.variants import Run, Source, open_run, own_source, resolve_prompts
 
@@ -50,7 +51,12 @@ LineUp = Callable[[LoadedEntry], Any]
 
 
 class RolloutSkip:
-    """Decides for each rollout step whether to load or to generate, and keeps the records."""
+    """Decides for each rollout step whether to load or to generate, and keeps the records.
+
+    ``way_on`` is what the advice to use ``rollout-skip resume`` says beside the command; None if that cannot help.
+    """
+
+    way_on: str | None = ""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -119,8 +125,13 @@ class RolloutSkip:
         if self.settings.mode is not Mode.OFF:
             self._history.add(key, identity_of(batch), self._recorded_history(key.step))
 
-    def record(self, key: RolloutKey, batch: Any, inputs: Any, seconds: float) -> dict[str, float]:
-        """Count and dump what was generated in so many seconds; returns the metrics of the step."""
+    def record(
+        self, key: RolloutKey, batch: Any, inputs: Any, seconds: float, complete: Complete | None = None
+    ) -> dict[str, float]:
+        """Count and dump what was generated in so many seconds; returns the metrics of the step.
+
+        ``complete`` is called before the batch is dumped, if it is. What it raises is a failed dump.
+        """
         self.statistics.misses += 1
         self.statistics.generate_s += seconds
         identity = identity_of(batch)
@@ -133,7 +144,7 @@ class RolloutSkip:
                 HISTORY: self._history.before(key.step),
                 SAMPLING: sampling_of(inputs),
             }
-            self._recorder.dump(key, batch, inputs, info)
+            self._recorder.dump(key, batch, inputs, info, complete)
         metrics = {
             "rollout_skip/hit": 0.0,
             "rollout_skip/dump_bytes": float(self._stored_bytes()),
@@ -153,8 +164,11 @@ class RolloutSkip:
         """The keys that can be loaded."""
         return sorted({key for _, store in self._sources for key in store})
 
-    def check_steps(self, wanted: range) -> None:
-        """Raise if a training of these steps could not come to its end: one is not recorded, or is recorded already."""
+    def check_steps(self, wanted: range, gen_batches: int = 1) -> None:
+        """Raise if a training of these steps could not come to its end: one is not recorded, or is recorded already.
+
+        ``gen_batches`` is how many generation batches each step has at least.
+        """
         covered = [step for step in wanted if step in self.settings.steps]
         if self.settings.mode is Mode.RECORD and self._recorder is not None:
             recorded = {key.step for key in self._recorder.store}
@@ -162,10 +176,12 @@ class RolloutSkip:
             if taken:
                 raise EntryExistsError(self._taken(f"Of the training's steps {describe_steps(taken)} are"))
         if self.settings.mode is Mode.REPLAY:
-            recorded = {key.step for key in self.recorded_keys()}
-            missing = [step for step in covered if step not in recorded]
+            keys = set(self.recorded_keys())
+            needed = range(gen_batches)
+            whole = {key.step for key in keys if all(RolloutKey(key.step, number) in keys for number in needed)}
+            missing = [step for step in covered if step not in whole]
             if missing:
-                raise EntryNotFoundError(self._missing(wanted, missing, recorded))
+                raise EntryNotFoundError(self._missing(wanted, missing, whole, gen_batches))
 
     def places(self) -> str:
         """The folders that are read, for messages."""
@@ -189,10 +205,10 @@ class RolloutSkip:
         finally:
             if self.statistics.hits or self.statistics.misses or self.statistics.dump_failures:
                 logger.info("%s", self.summary())
-            if self._recorder is not None and self.statistics.dumped:
+            if self._recorder is not None and self.statistics.dumped and self.way_on is not None:
                 folder = self._recorder.folder
                 if all(source.folder == folder for source, _ in self._sources):
-                    logger.info("to go on from here: rollout-skip resume %s/manifest.json", folder)
+                    logger.info("to go on from here: rollout-skip resume %s/manifest.json%s", folder, self.way_on)
 
     def __enter__(self) -> RolloutSkip:
         return self
@@ -224,7 +240,7 @@ class RolloutSkip:
                     reason = why_no_replacement(entry, recorded, inputs)
                 else:
                     reason = why_not_same(entry, inputs)
-            except OtherInput as other:
+            except (OtherInput, UnsupportedBatchError) as other:  # what cannot be stored was not recorded
                 reason = str(other)
             if reason is not None:
                 reasons.append(reason)
@@ -393,12 +409,19 @@ class RolloutSkip:
             "continues a recording, mode 'refresh' replaces it."
         )
 
-    def _missing(self, wanted: range, missing: list[int], recorded: set[int]) -> str:
+    def _missing(self, wanted: range, missing: list[int], recorded: set[int], gen_batches: int) -> str:
+        found = sum(key.step == missing[0] for key in self.recorded_keys())
+        cause = self._likely_cause(missing[0])
+        if found:
+            cause = (
+                f"Of step {missing[0]} {found} of {gen_batches} generation batches are there: the recorded training "
+                "ended within it, or a dump failed or was removed."
+            )
         fewer = f"train fewer steps (trainer.total_training_steps={missing[0] - 1}), " if missing[0] > wanted[0] else ""
         return (
             f"The training would replay steps {wanted[0]} to {wanted[-1]}, and {describe_steps(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not recorded; recorded are {describe_steps(recorded)} "
-            f"({self.places()}). {self._likely_cause(missing[0])} You can {fewer}record more (mode cache), or use mode "
+            f"{'is' if len(missing) == 1 else 'are'} not recorded; recorded are {describe_steps(recorded) or 'none'} "
+            f"({self.places()}). {cause} You can {fewer}record more (mode cache), or use mode "
             "repeat."
         )
 

@@ -33,7 +33,7 @@ class SkipTaskRunner(BaseTaskRunner):
         resources = _resources(config)
         self.add_reward_model_resource_pool(resources)
         self.add_teacher_model_resource_pool(config)
-        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+        _validate(config)
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         train_dataset, val_dataset = (_dataset(config, model, is_train) for is_train in (True, False))
         trainer = self.trainer_class(
@@ -59,6 +59,7 @@ class SkipTaskRunner(BaseTaskRunner):
 def train(config: DictConfig, task_runner: type = SkipTaskRunner) -> None:
     """What verl's own entry point does, with recorded rollouts: V1 or V0, as ``trainer.use_v1`` says."""
     if config.trainer.use_v1:
+        _validate(config)
         use_skip_trainer(config)
         run_ppo(config, task_runner_class=TaskRunnerV1)
     else:
@@ -69,6 +70,11 @@ def _resources(config: DictConfig) -> DictConfig:
     """The configuration by which devices are set aside: none for a reward model that a replay does not start."""
     settings = SkipConfig.from_config(config)
     return config if settings.starts_engine or not settings.loads_rewards else without_reward_model(config)
+
+
+def _validate(config: DictConfig) -> None:
+    """verl's own check of its settings, which its entry points do and its trainers do not."""
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
 
 
 def _dataset(config: DictConfig, model: Any, is_train: bool) -> Any:

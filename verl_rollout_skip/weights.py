@@ -6,6 +6,8 @@ before the next real generation. The engine then has exactly the weights that it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -20,13 +22,16 @@ class DeferredWeightSync:
         self._sleep = manager.sleep_replicas
         self._waiting: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._asleep = True
+        self._suspended = False
         self.syncs = 0
         self.held_back = 0
         manager.update_weights = self.defer
         manager.sleep_replicas = self.sleep
 
-    def defer(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def defer(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of ``update_weights``. A later sync takes the place of one that is still waiting."""
+        if self._suspended:
+            return self._send(*args, **kwargs)
         if self._waiting is not None:
             self.held_back += 1
         self._waiting = (args, kwargs)
@@ -43,12 +48,27 @@ class DeferredWeightSync:
         if self._waiting is None:
             return
         args, kwargs = self._waiting
-        self._update(*args, **kwargs)
+        self._send(*args, **kwargs)
         self._waiting = None
-        self._asleep = False
-        self.syncs += 1
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Send the weights that wait, and put nothing off meanwhile: for code that generates, lets the engine sleep,
+        and wakes it again as it likes."""
+        self.catch_up()
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
 
     def describe(self) -> str:
         """For the summary at the end."""
         held_back = self.held_back + (self._waiting is not None)
         return f"{self.syncs} weight syncs, {held_back} spared"
+
+    def _send(self, *args: Any, **kwargs: Any) -> Any:
+        sent = self._update(*args, **kwargs)
+        self._asleep = False
+        self.syncs += 1
+        return sent

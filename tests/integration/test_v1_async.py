@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 
 from tests.v1_trainings import (
     PROMPTS,
@@ -93,6 +95,31 @@ def test_a_replay_resumes_from_checkpoints_of_the_recording_and_from_its_own(tra
     assert trainings.train("replay", *settings, *resume, kind=ColocateTrainer).trained == recorded.trained[2:]
 
 
+def test_a_generating_training_resumes_from_a_checkpoint_of_a_replay(trainings: Trainings) -> None:
+    def resume(step: int) -> tuple[str, ...]:
+        folder = f"{trainings.folder}/checkpoints/global_step_{step}"
+        return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"
+
+    settings = (*STEPS, "trainer.v1.colocate_async.num_warmup_batches=2")
+    recorded = trainings.train("record", *settings, "trainer.save_freq=2", kind=ColocateTrainer)
+    trainings.train("replay", *settings, "trainer.save_freq=3", *resume(2), kind=ColocateTrainer)
+    resumed = trainings.train("refresh", *settings, *resume(3), kind=ColocateTrainer)
+    trained = {index for step in recorded.trained[:3] for index in step["index"]}
+    (update,) = resumed.trained
+    assert len(set(update["index"]) - trained) == PROMPTS
+    assert len(resumed.engine.prompts) == 3 * PROMPTS, "two batches were in flight, and one was drawn"
+
+
+def test_the_end_of_a_recording_tells_how_to_go_on_from_its_checkpoint(
+    trainings: Trainings, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("verl_rollout_skip").addHandler(caplog.handler)
+    trainings.train("record", "trainer.total_training_steps=1", kind=ColocateTrainer)
+    assert "to go on from here" not in caplog.text, "without a checkpoint it cannot go on"
+    trainings.train("refresh", "trainer.total_training_steps=1", "trainer.save_freq=1", kind=ColocateTrainer)
+    assert "manifest.json (from its last checkpoint; the steps after it are recorded anew)" in caplog.text
+
+
 def test_a_recording_that_resumes_from_a_checkpoint_can_be_replayed_as_a_whole(trainings: Trainings) -> None:
     settings = (*STEPS, "trainer.save_freq=2")
     first = trainings.train("record", *settings, kind=ColocateTrainer)
@@ -129,7 +156,7 @@ def test_other_prompts_or_another_number_of_steps_are_never_replayed(trainings: 
     trainings.train("record", *STEPS, kind=ColocateTrainer)
     with pytest.raises(MismatchError, match="rows differ"):
         trainings.train("replay", *STEPS, "data.seed=2", "+rollout_skip.on_mismatch=reuse", kind=ColocateTrainer)
-    with pytest.raises(EntryNotFoundError, match="5 are not recorded"):
+    with pytest.raises(EntryNotFoundError, match="of these 5 is not recorded"):
         trainings.train("replay", "trainer.total_training_steps=5", kind=ColocateTrainer)
 
 
@@ -143,3 +170,55 @@ def _by_step(trainer: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     updates = len(trainer.trained) // len(trainer.logged)
     for number, batch in enumerate(trainer.trained):
         yield number // updates + 1, batch
+
+
+def test_a_recording_that_ended_within_a_step_is_refused_before_anything_starts(trainings: Trainings) -> None:
+    trainings.train("record", *SEPARATE, kind=SeparateTrainer)
+    RolloutStore(trainings.variant()).delete(RolloutKey(4, 1))
+    with pytest.raises(EntryNotFoundError, match=r"of these 4 is not recorded; recorded are 1-3 .*1 of 2 generation"):
+        trainings.train("replay", *SEPARATE, kind=SeparateTrainer)
+
+
+class LendingTrainer(SeparateTrainer):
+    """Lends the GPUs of the training to generation while it waits. There are none here: only the switching is real."""
+
+    def _setup(self) -> None:
+        super()._setup()
+        self.current_mode = HybridEngineMode.ROLLOUT
+        self.lent = 0
+
+    def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
+        self.lent += self.current_mode == HybridEngineMode.ROLLOUT
+        return super()._wait_for_sampleable_and_switch()
+
+    def _nothing(self) -> None:
+        pass
+
+    add_replicas_to_balancer = remove_replicas_from_balancer = clear_sticky_cache = _nothing
+
+
+def test_what_was_evicted_while_gpus_were_lent_is_reported_by_a_replay_that_lends_none(trainings: Trainings) -> None:
+    settings = (
+        *SEPARATE,
+        "actor_rollout_ref.hybrid_engine=True",
+        "trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
+        "trainer.v1.separate_async.hybrid_rollout.switch_threshold_ratio=1.0",
+        "trainer.v1.separate_async.num_warmup_batches=0",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=acc",
+    )
+    recorded = trainings.train("record", *settings, kind=LendingTrainer)
+    again = trainings.train("replay", *settings, kind=LendingTrainer)
+    assert recorded.lent > 0, "no GPUs were lent"
+    assert again.lent == 0
+    evicted = "training/filter_groups/evicted_samples"
+    assert sum(metrics.get(evicted, 0) for metrics in results(recorded).values()) > 0
+    assert again.trained == recorded.trained
+    assert _without_switching(again) == _without_switching(recorded)
+
+
+def _without_switching(trainer: Any) -> dict[int, dict[str, Any]]:
+    return {
+        step: {name: value for name, value in metrics.items() if not name.startswith("separate_async/")}
+        for step, metrics in results(trainer).items()
+    }

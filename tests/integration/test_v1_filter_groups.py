@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pandas
 import pytest
 
-from tests.v1_trainings import PROMPTS, PlainTrainer, Trainings, hits, results, transfer_queue
+from tests.v1_trainings import PROMPTS, Engine, PlainTrainer, Trainings, hits, results, transfer_queue
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import ConfigError
 
@@ -80,6 +81,56 @@ def test_checkpoints_of_loaded_steps_resume_at_the_right_prompt(after_recording:
     assert resumed.engine.prompts == unskipped.engine.asked(3)
 
 
+class Mixed(Engine):
+    """Every group has good and bad answers, so none is filtered."""
+
+    def _reward(self, rng: random.Random, session: int) -> float:
+        return float(session % 2)
+
+
+def change(trainings: Trainings, prompt: int) -> None:
+    file = trainings.folder / "inputs" / "train.parquet"
+    rows = pandas.read_parquet(file)
+    rows.at[prompt, "data_source"] = "subtraction"
+    rows.to_parquet(file)
+
+
+def test_prompts_that_were_drawn_ahead_in_vain_are_not_lost_with_a_checkpoint(
+    after_recording: Trainings, recorded: Any
+) -> None:
+    drawn, kept = recorded.engine.asked(0), {int(index) for index in recorded.trained[0]["index"]}
+    change(after_recording, next(prompt for prompt in reversed(drawn) if prompt not in kept))
+    two_steps = (*FILTER, "trainer.total_training_steps=2", "+rollout_skip.on_mismatch=reuse")
+    unskipped = after_recording.train(None, *two_steps[:-1], kind=PlainTrainer, engine=Mixed())
+    one_step = (*FILTER, "trainer.total_training_steps=1", "+rollout_skip.on_mismatch=reuse", "trainer.save_freq=1")
+    saved = after_recording.train("cache", *one_step, engine=Mixed())
+    assert hits(saved) == []
+    assert len(saved.engine.prompts) == PROMPTS < len(drawn), "all that was drawn ahead is used up"
+    resumed = after_recording.train(
+        None,
+        *two_steps[:-1],
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={after_recording.folder}/checkpoints/global_step_1",
+        kind=PlainTrainer,
+        engine=Mixed(),
+    )
+    assert resumed.engine.prompts == unskipped.engine.asked(1)
+
+
+def test_nothing_is_drawn_ahead_where_the_first_prompts_are_others_already(
+    after_recording: Trainings, recorded: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    drawn, kept = recorded.engine.asked(0), {int(index) for index in recorded.trained[0]["index"]}
+    first = next(prompt for prompt in drawn[:PROMPTS] if prompt in kept)
+    change(after_recording, first)
+    settings = (*FILTER, "trainer.total_training_steps=1", "+rollout_skip.on_mismatch=reuse")
+    again = after_recording.train("cache", *settings, engine=Mixed())
+    assert hits(again) == []
+    assert again._push_back.next() is None
+    assert f"prompt {drawn.index(first)} of the {len(drawn)} that its step drew from the data is another" in caplog.text
+    assert "current  subtraction" in caplog.text or 'current  "subtraction"' in caplog.text
+
+
 def test_another_prompt_among_those_that_were_dropped_is_a_miss_and_no_prompt_gets_lost(
     after_recording: Trainings, recorded: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,10 +138,7 @@ def test_another_prompt_among_those_that_were_dropped_is_a_miss_and_no_prompt_ge
     kept = {int(index) for index in recorded.trained[0]["index"]}
     dropped = next(prompt for prompt in reversed(drawn) if prompt not in kept)
     assert drawn.index(dropped) >= PROMPTS, "none of the refills was dropped"
-    file = after_recording.folder / "inputs" / "train.parquet"
-    rows = pandas.read_parquet(file)
-    rows.at[dropped, "data_source"] = "subtraction"
-    rows.to_parquet(file)
+    change(after_recording, dropped)
     settings = (*FILTER, "trainer.total_training_steps=2")
     unskipped = after_recording.train(None, *settings, kind=PlainTrainer)
     again = after_recording.train("cache", *settings, "+rollout_skip.on_mismatch=reuse")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,3 +121,40 @@ def test_a_field_under_a_name_that_recordings_use_is_an_error() -> None:
     fields, partial = sampled.fetch(batch)
     with pytest.raises(UnsupportedBatchError, match="'tq_tag'"):
         sampled.pack(fields, batch, [0], sampled.Sample([], [], {}, partial))
+
+
+class Writer:
+    """Writes rows into the same partition without a pause, as agent loops do, and fields that were not there before."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._write)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        for number in itertools.count():
+            if self._stop.is_set():
+                return
+            lengths = [1 + (number + row) % 5 for row in range(16)]
+            keys = [f"w{number}_0_{row}" for row in range(16)]
+            tokens = torch.nested.as_nested_tensor([torch.arange(length) for length in lengths], layout=torch.jagged)
+            fields = TensorDict({"responses": tokens, f"written_{number}": tokens}, batch_size=[16])
+            tq.kv_batch_put(keys=keys, partition_id=PARTITION, fields=fields, tags=[{"status": "success"}] * 16)
+
+
+def test_a_batch_is_recorded_while_agent_loops_go_on_writing() -> None:
+    keys = [key for number in range(60) for key in put(f"a{number}", 0, [2, 1])]
+    keys += put("b", 0, [2], routed=torch.tensor([[1, 2], [3, 4]]))
+    batch = batch_of(keys)
+    alone, partial = sampled.fetch(batch)
+    with Writer():
+        for _ in range(12):
+            fields, found = sampled.fetch(batch)
+            assert found == partial == {"routed": [len(keys) - 1]}
+            assert set(fields.keys()) == set(alone.keys())

@@ -11,6 +11,7 @@ import pytest
 import ray
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from tests.batches import rollout_input, rollout_output
@@ -21,6 +22,8 @@ from tests.v1_trainings import (
     PlainTrainer,
     SyncTrainer,
     Trainings,
+    Weights,
+    WithoutWorkers,
     hits,
     left_over,
     transfer_queue,
@@ -32,9 +35,12 @@ from verl_rollout_skip.errors import (
     EntryNotFoundError,
     InertError,
     MismatchError,
+    UnsupportedBatchError,
     UnsupportedTrainerError,
 )
 from verl_rollout_skip.rollout import RolloutSkip
+from verl_rollout_skip.v1 import RolloutSkipMixin
+from verl_rollout_skip.v1.sampled import stack
 
 STEPS = [1, 2, 3]
 
@@ -213,7 +219,7 @@ def test_record_never_overwrites_and_refresh_does(after_recording: Trainings) ->
 
 
 def test_a_replay_that_cannot_come_to_its_end_is_not_begun(after_recording: Trainings) -> None:
-    with pytest.raises(EntryNotFoundError, match=r"would replay steps 1 to 5, and 4-5 are not recorded"):
+    with pytest.raises(EntryNotFoundError, match=r"would replay steps 1-5, and of these 4-5 are not recorded"):
         after_recording.train("replay", "trainer.total_training_steps=5")
 
 
@@ -305,6 +311,80 @@ def test_an_engine_that_fails_everything_fails_as_without_recording(trainings: T
 
     with pytest.raises(RuntimeError, match="no materializable trajectories"):
         trainings.train("record", engine=Broken())
+
+
+class WithOddData(WithoutWorkers):
+    """Data with a column that no recording can hold."""
+
+    def _fetch_one_gen_batch(self) -> Any:
+        chunk = super()._fetch_one_gen_batch()  # type: ignore[misc]
+        chunk.set("labels", stack([{1, 2}] * len(chunk)))
+        return chunk
+
+
+class OddTrainer(RolloutSkipMixin, WithOddData, PPOTrainerSync):
+    """The synchronous trainer on such data."""
+
+
+def test_prompts_that_cannot_be_stored_are_failed_dumps_and_no_end_of_the_training(trainings: Trainings) -> None:
+    trained = trainings.train("cache", kind=OddTrainer)
+    assert list(trained.logged) == STEPS
+    assert trained.logged[3]["rollout_skip/dump_failures"] == 3
+    with pytest.raises(UnsupportedBatchError, match="labels"):
+        trainings.train("record", kind=OddTrainer)
+    other_steps = trainings.train("record", "+rollout_skip.steps=[9]", kind=OddTrainer)
+    assert list(other_steps.logged) == STEPS
+
+
+def test_prompts_that_cannot_be_stored_are_never_a_hit(
+    after_recording: Trainings, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = after_recording.train("cache", kind=OddTrainer)
+    assert hits(trained) == []
+    assert list(trained.logged) == STEPS
+    assert "step 1, generation batch 0 is recorded with another input" in caplog.text
+
+
+class SleepyWeights(Weights):
+    """Knows whether the engine could answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awake = False
+
+    def update_weights(self, global_steps: int | None = None) -> None:
+        super().update_weights(-1 if global_steps is None else global_steps)
+        self.awake = True
+
+    def sleep_replicas(self) -> None:
+        self.awake = False
+
+
+class WithRewardModel(WithoutWorkers):
+    """Validates two batches as verl does with a colocated reward model, which needs the engine's memory."""
+
+    def _setup(self) -> None:
+        super()._setup()
+        self.checkpoint_manager = self.weights = SleepyWeights()
+        self.awake: list[bool] = []
+
+    def _validate(self) -> dict[str, float]:
+        for _ in range(2):
+            self.awake.append(self.weights.awake)
+            self.checkpoint_manager.sleep_replicas()
+            self.checkpoint_manager.update_weights()
+        return {"val": 1.0}
+
+
+class ValidatingTrainer(RolloutSkipMixin, WithRewardModel, PPOTrainerSync):
+    """The synchronous trainer with that validation."""
+
+
+def test_every_batch_of_a_validation_finds_the_engine_awake(after_recording: Trainings) -> None:
+    validated = after_recording.train("cache", "trainer.test_freq=1", kind=ValidatingTrainer)
+    assert hits(validated) == STEPS
+    assert validated.awake == [True] * 2 * len(STEPS)
+    assert [step for step in validated.weights.sent if step >= 0] == STEPS
 
 
 def _allocated() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tests.trainings import Engine, Training, inputs_of, never
 from verl_rollout_skip import RolloutKey, RolloutStore
@@ -162,3 +162,14 @@ def test_an_identity_is_one_of_values_types_and_order() -> None:
     ]
     assert len({identity_of(batch) for batch in batches}) == len(batches)
     assert identity_of(batches[0]) == identity_of(TensorDict({"responses": responses.clone()}, batch_size=[3]))
+
+
+def test_rewards_that_only_some_rows_have_count_with_the_rows_that_they_belong_to() -> None:
+    def rollout(*rewards: torch.Tensor | None) -> TensorDict:
+        column = NonTensorStack.from_list([NonTensorData(reward) for reward in rewards])
+        return TensorDict({"responses": torch.arange(3), "rm_scores": column}, batch_size=[3])
+
+    one, other = torch.ones(2), torch.zeros(1)
+    same = identity_of(rollout(one, None, other))
+    assert identity_of(rollout(one.clone(), None, other)) == same
+    assert len({same, identity_of(rollout(one, other, None)), identity_of(rollout(other, None, one))}) == 3

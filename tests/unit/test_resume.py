@@ -11,6 +11,7 @@ from tests.trainings import Engine, Training, inputs_of, never
 from verl_rollout_skip import RolloutKey
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
 from verl_rollout_skip.resume import _trainer_class, plan_resumption
+from verl_rollout_skip.rollout import RolloutSkip
 
 
 @pytest.fixture
@@ -94,3 +95,40 @@ def test_the_command_to_go_on_is_printed_only_where_everything_is_in_one_place(
         skip.step(RolloutKey(2), inputs_of(RolloutKey(2)), Engine())
     assert "1 dumped" in caplog.text
     assert caplog.text.count("to go on from here: rollout-skip resume") == 1
+
+
+def record_asynchronously(training: Training) -> Path:
+    """Returns the folder of the checkpoints, where there is none yet."""
+    checkpoints = training.folder / "checkpoints"
+    training.record(
+        RolloutKey(1),
+        trainer__use_v1=True,
+        trainer__v1={"trainer_mode": "skip_colocate_async"},
+        trainer__resume_mode="auto",
+        trainer__default_local_dir=str(checkpoints),
+    )
+    return checkpoints
+
+
+def test_an_asynchronous_training_goes_on_from_its_checkpoint_and_records_what_follows_anew(training: Training) -> None:
+    checkpoints = record_asynchronously(training)
+    with pytest.raises(ConfigError, match=r"goes on from a checkpoint only, and there is none: .*mode=replay"):
+        plan_resumption(manifest_of(training), [])
+    (checkpoints / "global_step_1").mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("1")
+    config = plan_resumption(manifest_of(training), []).config
+    assert config.rollout_skip == {
+        "mode": "refresh",
+        "source": manifest_of(training),
+        "dump_dir": str(training.dumps),
+    }
+    with RolloutSkip.open(config) as skip:
+        assert skip.run.writes == str(training.variants()[0])
+
+
+def test_a_mode_that_is_given_counts_for_an_asynchronous_training_too(training: Training) -> None:
+    record_asynchronously(training)
+    replay = plan_resumption(manifest_of(training), ["rollout_skip.mode=replay"]).config
+    assert replay.rollout_skip == {"mode": "replay", "source": manifest_of(training)}
+    refresh = plan_resumption(manifest_of(training), ["rollout_skip.mode=refresh"]).config
+    assert (refresh.rollout_skip.mode, refresh.rollout_skip.dump_dir) == ("refresh", str(training.dumps))

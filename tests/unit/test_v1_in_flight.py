@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.utils.tensordict_utils import assign_non_tensor_data, get_tensordict
 
-from verl_rollout_skip.errors import InertError
+from verl_rollout_skip.errors import InertError, UnsupportedBatchError
 from verl_rollout_skip.v1.dataloader import PushBack
 from verl_rollout_skip.v1.in_flight import InFlight
 from verl_rollout_skip.v1.metrics import of_step
@@ -90,18 +90,45 @@ def test_a_prompt_that_nobody_drew_is_an_error() -> None:
         flying(1).places(["run-9"])
 
 
+class Loader:
+    """A dataloader of chunks with one or two prompts."""
+
+    def __init__(self) -> None:
+        self.chunks = [batch(1, 2), batch(3), batch(4)]
+        self.drawn = 0
+
+    def fetch(self) -> TensorDict:
+        self.drawn += 1
+        return self.chunks[self.drawn - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+
 def test_what_was_drawn_ahead_in_vain_comes_again_in_its_order() -> None:
-    chunks = iter([batch(1, 2), batch(3), batch(4)])
-    ahead = PushBack()
+    loader, ahead = Loader(), PushBack()
     assert ahead.next() is None
-    ahead.draw(lambda: next(chunks))
-    ahead.draw(lambda: next(chunks))
+    ahead.draw(loader.fetch, loader.state_dict)
+    ahead.draw(loader.fetch, loader.state_dict)
     assert ahead.put_back() == 3
-    again = [ahead.draw(lambda: next(chunks))["index"] for _ in range(3)]
+    again = [ahead.draw(loader.fetch, loader.state_dict)["index"] for _ in range(3)]
     assert again == [[1, 2], [3], [4]]
     assert [chunk["index"] for chunk in ahead.keep()] == again
     assert ahead.put_back() == 0
     assert ahead.next() is None
+
+
+def test_a_dataloader_that_is_saved_stands_before_what_was_put_back_and_is_not_used_yet() -> None:
+    loader, ahead = Loader(), PushBack()
+    loader.fetch()
+    for _ in range(2):
+        ahead.draw(loader.fetch, loader.state_dict)
+    ahead.put_back()
+    for drawn in (1, 2, 3):
+        with ahead.undrawn(loader):
+            assert loader.state_dict() == {"drawn": drawn}
+        assert loader.state_dict() == {"drawn": 3}
+        ahead.next()
 
 
 def test_seconds_of_several_samples_add_up_and_hits_are_a_share() -> None:
@@ -115,3 +142,13 @@ def test_seconds_of_several_samples_add_up_and_hits_are_a_share() -> None:
         "rollout_skip/dump_failures": 1.0,
     }
     assert of_step([]) == {}
+
+
+def test_a_prompt_that_cannot_be_stored_is_in_flight_like_any_other_until_its_digest_is_asked_for() -> None:
+    odd = batch(1, 2)
+    odd.set("labels", NonTensorStack.from_list([NonTensorData({1, 2}), NonTensorData({3})]))
+    prompts = InFlight()
+    prompts.add(odd)
+    assert prompts.places(["run-2"]) == [1]
+    with pytest.raises(UnsupportedBatchError, match="labels"):
+        digests(prompts)

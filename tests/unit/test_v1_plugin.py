@@ -128,10 +128,12 @@ def test_the_fully_asynchronous_trainer_is_refused_before_ray_starts() -> None:
 
 
 def test_trainers_that_cannot_be_imported_say_so_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.trainer.ppo.v1 import PPOTrainer  # abstract, so that Python has complaints of its own
+
     registered: dict[str, Any] = {}
+    monkeypatch.setattr(PPOTrainer, "__init__", PPOTrainer.__init__)
     verl = SimpleNamespace(
-        PPOTrainer=type("PPOTrainer", (Trainer,), {"__init__": Trainer.__init__}),
-        register_trainer=lambda name: lambda kind: registered.setdefault(name, kind),
+        PPOTrainer=PPOTrainer, register_trainer=lambda name: lambda kind: registered.setdefault(name, kind)
     )
     monkeypatch.setitem(sys.modules, "verl_rollout_skip.v1.trainers", None)
     plugin.register_trainers(verl)  # type: ignore[arg-type]

@@ -80,3 +80,9 @@ def test_recipes_choose_the_trainer_by_the_mode_that_the_user_gave() -> None:
     for _ in range(2):
         use_skip_trainer(config)
         assert config.trainer.v1.trainer_mode == "skip_colocate_async"
+
+
+def test_recipes_leave_the_mode_of_a_trainer_of_ones_own_alone() -> None:
+    config = OmegaConf.create({"trainer": {"v1": {"trainer_mode": "my_mode"}}})
+    use_skip_trainer(config)
+    assert config.trainer.v1.trainer_mode == "my_mode"

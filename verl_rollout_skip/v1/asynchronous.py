@@ -53,6 +53,13 @@ def check_steps(rollout_skip: RolloutSkip, wanted: range) -> None:
         )
 
 
+def way_on(config: DictConfig) -> str | None:
+    """What ``rollout-skip resume`` does after a recording ends here; None if it has no checkpoint to do it from."""
+    if config.trainer.get("save_freq", -1) <= 0:
+        return None
+    return " (from its last checkpoint; the steps after it are recorded anew)"
+
+
 def keep_roles(config: DictConfig) -> None:
     """Do not lend the training's GPUs to generation: nothing is generated that would have to be waited for."""
     if OmegaConf.select(config, _SWITCH):
@@ -83,6 +90,8 @@ def restored_prompts(forget_trajectories: bool) -> TensorDict | None:
         old = [key for key, tag in listed.items() if not tag.get("is_prompt", False)]
         if old:
             tq.kv_clear(keys=old, partition_id=PARTITION)
+        # Whoever resumes from the next checkpoint and generates must generate for them again.
+        tq.kv_batch_put(keys=prompts, partition_id=PARTITION, tags=[{"status": "pending"}] * len(prompts))
     return tq.kv_batch_get(keys=prompts, partition_id=PARTITION)
 
 

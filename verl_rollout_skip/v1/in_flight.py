@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,11 +25,23 @@ _NOT_OF_THE_PROMPT = "global_steps"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the dataloader. ``digest`` covers everything but the uid."""
+    """One row of the dataloader."""
 
     uid: str
     row: dict[str, Any]
-    digest: str
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything but the uid. Made only where it is needed: a row may hold something that cannot be stored."""
+        digest = xxhash.xxh3_128()
+        for name in sorted(self.row):
+            if name == UID:
+                continue
+            blobs: list[Any] = []
+            digest.update(f"{name}={cells.encode(self.row[name], blobs, name)};".encode("utf-8", "surrogatepass"))
+            for blob in blobs:
+                digest.update(cells.blob_bytes(blob))
+        return digest.hexdigest()
 
 
 class InFlight:
@@ -48,7 +61,7 @@ class InFlight:
 
     def add(self, batch: TensorDict) -> None:
         """Prompts that were just drawn, as the dataloader gives them, with their uids."""
-        self._prompts += [_prompt(row) for row in _rows(batch)]
+        self._prompts += [Prompt(str(row[UID]), row) for row in _rows(batch)]
 
     def restore(self, batch: TensorDict | None) -> None:
         """Prompts that an earlier run of this training drew and left in flight."""
@@ -80,9 +93,6 @@ class InFlight:
 
     def uids(self, places: Iterable[int]) -> list[str]:
         return [self._prompts[place].uid for place in places]
-
-    def digests(self, places: Iterable[int]) -> list[str]:
-        return [self._prompts[place].digest for place in places]
 
     def rows(self, places: Iterable[int]) -> TensorDict:
         """The prompts at these places, uids included, with a row for each place."""
@@ -116,15 +126,3 @@ def _column(found: list[Any]) -> Any:
     # Wrapping a cell takes tensordict longer than all the rest, and the rows of a prompt have the same ones.
     wrapped = {id(cell): NonTensorData(cell) for cell in found}
     return NonTensorStack.from_list([wrapped[id(cell)] for cell in found])
-
-
-def _prompt(row: dict[str, Any]) -> Prompt:
-    digest = xxhash.xxh3_128()
-    for name in sorted(row):
-        if name == UID:
-            continue
-        blobs: list[Any] = []
-        digest.update(f"{name}={cells.encode(row[name], blobs, name)};".encode("utf-8", "surrogatepass"))
-        for blob in blobs:
-            digest.update(cells.blob_bytes(blob))
-    return Prompt(str(row[UID]), row, digest.hexdigest())

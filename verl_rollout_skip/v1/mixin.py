@@ -21,7 +21,7 @@ from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode, Reward
 from verl_rollout_skip.outcome import Rollout
-from verl_rollout_skip.prompts import UID, OtherInput
+from verl_rollout_skip.prompts import UID, OtherInput, row_difference
 from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.samples import SampleLog
 from verl_rollout_skip.seams import first_step
@@ -53,6 +53,7 @@ class RolloutSkipMixin:
         reward.check_settings(self.rollout_skip.settings, config)
         if mode != SYNC:
             asynchronous.check_settings(self.rollout_skip.settings)
+            self.rollout_skip.way_on = asynchronous.way_on(config)
         self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)
         self._in_flight = InFlight()
         self._push_back = PushBack()
@@ -148,35 +149,49 @@ class RolloutSkipMixin:
         """The prompts of the current step, row by row as an entry has them; refills are drawn as they were then."""
         self._undraw()
         places, sample = sampled.sample_of(entry)
-        self._draw(len(sample.drawn))
+        self._draw(entry, places, sample.drawn)
         if max(places) >= len(self._in_flight):
             raise OtherInput("it was sampled from prompts of earlier steps that the current training did not draw.")
-        if not self.rollout_skip.replaces_prompts:
-            self._compare_untrained(set(places), sample)
         return self._in_flight.rows(places)
 
-    def _draw(self, count: int) -> None:
-        drawn = len(self._in_flight.drawn)
-        while drawn < count:
-            chunk = self._push_back.draw(super()._fetch_one_gen_batch)  # type: ignore[misc]
-            self._in_flight.add(chunk)
-            drawn += len(chunk)
-        if drawn != count:
-            raise OtherInput(f"its step drew {count} prompts from the data, and the current one draws {drawn}.")
+    def _draw(self, entry: LoadedEntry, places: list[int], recorded: list[str]) -> None:
+        """Draw what the step drew then. Prompts that are to be the recorded ones are compared before more are drawn:
+        what is drawn ahead in vain has to be put back."""
+        compared = 0
+        while True:
+            drawn = self._in_flight.drawn
+            if not self.rollout_skip.replaces_prompts:
+                self._compare(entry, places, recorded, compared)
+            if len(drawn) >= len(recorded):
+                break
+            compared = len(drawn)
+            dataloader = self.train_dataloader  # type: ignore[attr-defined]
+            fetch = super()._fetch_one_gen_batch  # type: ignore[misc]
+            self._in_flight.add(self._push_back.draw(fetch, dataloader.state_dict))
+        if len(drawn) != len(recorded):
+            raise OtherInput(
+                f"its step drew {len(recorded)} prompts from the data, and the current one draws {len(drawn)}."
+            )
 
     def _undraw(self) -> None:
         self._in_flight.take_back(self._push_back.put_back())
 
-    def _compare_untrained(self, trained: set[int], sample: sampled.Sample) -> None:
-        """Prompts that were drawn and not trained on are in no row of the entry, but the dataloader moves by them."""
-        first = len(self._in_flight) - len(sample.drawn)
-        pairs = zip(self._in_flight.drawn, sample.drawn, strict=True)
-        others = [number for number, (prompt, digest) in enumerate(pairs) if prompt.digest != digest]
-        if others and not any(first + number in trained for number in others):
-            raise OtherInput(
-                f"prompt {others[0]} of the {len(sample.drawn)} that its step drew from the data, one that it did not "
-                "train on, is another one now."
-            )
+    def _compare(self, entry: LoadedEntry, places: list[int], recorded: list[str], start: int) -> None:
+        """Raise if a prompt of those drawn from ``start`` on is another one than then, and no row of the entry will
+        say so: it was not trained on, or more would have to be drawn first."""
+        drawn = self._in_flight.drawn
+        pairs = list(zip(drawn, recorded, strict=False))[start:]
+        others = [number for number, (prompt, digest) in enumerate(pairs, start) if prompt.digest != digest]
+        first = len(self._in_flight) - len(drawn)
+        trained = [number for number in others if first + number in places]
+        if not others or (trained and len(drawn) >= len(recorded)):
+            return
+        text = f"prompt {(trained or others)[0]} of the {len(recorded)} that its step drew from the data"
+        if not trained:
+            raise OtherInput(f"{text}, one that it did not train on, is another one now.")
+        place = first + trained[0]
+        difference = row_difference(entry, places.index(place), self._in_flight.rows([place]), 0)
+        raise OtherInput(f"{text} is another one now:\n{difference}")
 
     def _put(self, rollout: Rollout) -> tuple[KVBatchMeta, dict[str, Any]]:
         """A hit: what was recorded is in TransferQueue when this returns, as if it had been generated."""
@@ -227,11 +242,14 @@ class RolloutSkipMixin:
         gone = self._in_flight.gone(uids, sampled.waiting_prompts())
         if self.rollout_skip.covers(key):
             fields, partial = sampled.fetch(batch)
-            drawn = [prompt.digest for prompt in self._in_flight.drawn]
             reported = asynchronous.joined(self._prepared, metrics)
-            sampled.pack(fields, batch, places, sampled.Sample(drawn, gone, reported, partial))
+
+            def complete() -> None:
+                drawn = [prompt.digest for prompt in self._in_flight.drawn]
+                sampled.pack(fields, batch, places, sampled.Sample(drawn, gone, reported, partial))
+
             inputs = self._in_flight.rows(places)
-            self._step_metrics.append(self.rollout_skip.record(key, fields, inputs, seconds))
+            self._step_metrics.append(self.rollout_skip.record(key, fields, inputs, seconds, complete))
             self._log_samples(fields)
         else:
             self.rollout_skip.pass_by(key, sampled.fetch(batch)[0])
@@ -251,7 +269,7 @@ class RolloutSkipMixin:
             in_data = self.steps_per_epoch * trainer.total_epochs  # type: ignore[attr-defined]
             last = min(self.total_training_steps, in_data)  # type: ignore[attr-defined]
             wanted = range(first_step(trainer), last + 1)
-            self.rollout_skip.check_steps(wanted)
+            self.rollout_skip.check_steps(wanted, self.parameter_sync_step)  # type: ignore[attr-defined]
             if not self._is_sync:
                 asynchronous.check_steps(self.rollout_skip, wanted)
 
@@ -268,9 +286,14 @@ class RolloutSkipMixin:
             self._weight_sync = DeferredWeightSync(self.checkpoint_manager)  # type: ignore[attr-defined]
 
     def _validate(self) -> dict[str, float]:
-        if self._weight_sync is not None:
-            self._weight_sync.catch_up()
-        return super()._validate()  # type: ignore[misc]
+        if self._weight_sync is None:
+            return super()._validate()  # type: ignore[misc]
+        with self._weight_sync.suspended():
+            return super()._validate()  # type: ignore[misc]
+
+    def _save_checkpoint(self) -> None:
+        with self._push_back.undrawn(self.train_dataloader):  # type: ignore[attr-defined]
+            super()._save_checkpoint()  # type: ignore[misc]
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> KVBatchMeta:
         self._step_metrics = []

@@ -80,13 +80,14 @@ def _advice(config: Any) -> str:
 
 
 def _broken(trainer: Any, mode: str, error: Exception) -> type:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    # Before __init__: verl's trainer is abstract, and Python would complain of that instead.
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise ImportError(
             f"trainer.v1.trainer_mode={mode} cannot be used, because verl_rollout_skip.v1 cannot be imported: "
             f"{type(error).__name__}: {error}"
         ) from error
 
-    return type(MODES[mode], (trainer,), {"__init__": __init__})
+    return type(MODES[mode], (trainer,), {"__new__": __new__})
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -1,7 +1,7 @@
 """``reward: recompute`` on V1: recorded responses are scored by the workers that score generated ones, in the same way.
 
 verl scores a session as soon as it has ended, all of its outputs at once. With a colocated reward model it scores after
-the sample; then there is nothing to do here.
+the sample; then recorded rewards are only taken out of its way here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from verl_rollout_skip.modes import Reward
 from verl_rollout_skip.v1.sampled import INDEX, SESSION, stack
 
 SCORES, EXTRA_FIELDS, EXTRAS = "rm_scores", "extra_fields", "reward_extra_info"
+# Among the metrics of an agent loop: how long its reward function took.
+_TIMING = "compute_score"
 _FILTER = "algorithm.filter_groups.enable"
 # What verl passes to an agent loop beside the columns of the data.
 _OF_THE_SESSION = ("session_id", "global_steps")
@@ -39,12 +41,16 @@ def check_settings(settings: SkipConfig, config: DictConfig) -> None:
 
 
 def recompute_rewards(batch: TensorDict, inputs: TensorDict, trainer: Any) -> None:
-    """Put today's rewards into a loaded rollout."""
-    if SCORES not in batch.keys():  # noqa: SIM118 - a TensorDict is no dict
-        return
+    """Put today's rewards into a loaded rollout. Those of a colocated reward model are left to verl, which computes
+    them after the sample."""
     rows = _Rows(batch, inputs)
-    workers = trainer.get_reward_handles()
     sessions = list(rows.sessions().values())
+    if SCORES in batch.keys():  # noqa: SIM118 - a TensorDict is no dict
+        _check_scored_by_function(rows, sessions)
+    workers = trainer.get_reward_handles()
+    if workers is None:
+        _take_out(batch, rows)
+        return
     calls = zip(itertools.cycle(workers), sessions, strict=False)
     results = ray.get([worker.compute_score.remote(rows.of(session)) for worker, session in calls])
     scores: list[torch.Tensor] = [torch.empty(0)] * len(batch)
@@ -58,6 +64,28 @@ def recompute_rewards(batch: TensorDict, inputs: TensorDict, trainer: Any) -> No
     batch.set(EXTRA_FIELDS, stack(extra_fields))
 
 
+def _take_out(batch: TensorDict, rows: _Rows) -> None:
+    """Leave a rollout as one whose rewards are not computed yet."""
+    if SCORES in batch.keys():  # noqa: SIM118
+        del batch[SCORES]
+    batch.set(EXTRA_FIELDS, stack([_without_extras(fields) for fields in rows.column(EXTRA_FIELDS)]))
+
+
+def _check_scored_by_function(rows: _Rows, sessions: list[list[int]]) -> None:
+    """verl scores the last output of a session, and notes how long that took, unless its agent loop did."""
+    for session in sessions:
+        if _TIMING not in rows.column("metrics")[session[-1]]:
+            raise UnsupportedBatchError(
+                f"{BLOCK}.reward is 'recompute', and row {session[-1]} got its reward from its agent loop, not from a "
+                f"reward function (its metrics have no {_TIMING!r}), so it cannot be computed from the response. Use "
+                f"{BLOCK}.reward=recorded."
+            )
+
+
+def _without_extras(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != EXTRAS}
+
+
 class _Rows:
     """The rows of a recorded batch as an agent loop has them when it asks for a score."""
 
@@ -65,12 +93,6 @@ class _Rows:
         self._batch = batch
         self._columns: dict[str, list[Any]] = {}
         self._given = [name for name in inputs.keys() if name in batch.keys()]  # noqa: SIM118
-        for row, fields in enumerate(self.column(EXTRA_FIELDS)):
-            if EXTRAS not in fields:
-                raise UnsupportedBatchError(
-                    f"{BLOCK}.reward is 'recompute', and row {row} got its reward from its agent loop, not from a "
-                    f"reward function, so it cannot be computed from the response. Use {BLOCK}.reward=recorded."
-                )
 
     def column(self, name: str) -> list[Any]:
         if name not in self._columns:
@@ -94,9 +116,7 @@ class _Rows:
         padded = {name: pad_sequence(rows, batch_first=True, padding_value=0) for name, rows in tokens.items()}
         last, count = session[-1], len(session)
         names = [*self._given, *(name for name in _OF_THE_SESSION if name in self._batch.keys())]  # noqa: SIM118
-        extras = [
-            {name: value for name, value in self.column(EXTRA_FIELDS)[row].items() if name != EXTRAS} for row in session
-        ]
+        extras = [_without_extras(self.column(EXTRA_FIELDS)[row]) for row in session]
         return DataProto(
             batch=TensorDict(padded, batch_size=count),
             non_tensor_batch={

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
 import torch
 import transfer_queue as tq
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -130,17 +129,23 @@ def waiting_prompts() -> dict[str, dict[str, Any]]:
 
 
 def _fields(batch: KVBatchMeta) -> tuple[list[str], dict[str, list[int]]]:
-    controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
-    partition = ray.get(controller.get_partition_snapshot.remote(batch.partition_id))
-    rows = torch.tensor([partition.keys_mapping[key] for key in batch.keys])
-    filled = partition.production_status[rows] == 1
-    common, partial = [], {}
-    for name, column in partition.field_name_mapping.items():
-        having = filled[:, column].nonzero().flatten().tolist()
-        if len(having) == len(batch.keys):
-            common.append(name)
-        elif having:
-            partial[name] = having
+    """The fields that all rows of a batch have, and for others that some have, which rows those are.
+
+    Agent loops write while a batch is recorded. Requests are served by the thread of TransferQueue that serves the
+    writers too, so an answer is never torn; a snapshot of its controller is copied by another one and can be.
+    """
+    client, partition = tq.get_client(), batch.partition_id
+    asked = client.kv_retrieve_meta(keys=batch.keys, partition_id=partition, create=False)
+    known = client._run_coroutine(client._get_partition_meta(partition)).field_names
+    common, partial = list(asked.field_names), {}
+    for name in known:
+        if name in common:
+            continue
+        indexes, filled = client.get_production_status(data_fields=[name], partition_id=partition)
+        having = set(indexes[filled[:, 0] == 1].tolist())
+        rows = [row for row, index in enumerate(asked.global_indexes) if index in having]
+        if rows:
+            partial[name] = rows
     return common, partial
 
 

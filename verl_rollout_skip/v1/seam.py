@@ -5,6 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from verl_rollout_skip.errors import UnsupportedTrainerError
+from verl_rollout_skip.v1.plugin import MODES
 
 SYNC = "sync"
 SKIP = "skip_"
@@ -24,10 +25,11 @@ def check_bases(trainer: type, mixin: type) -> None:
 
 
 def use_skip_trainer(config: DictConfig) -> None:
-    """Let verl choose the trainer with recorded rollouts for the mode that a configuration names."""
-    mode = config.trainer.v1.trainer_mode
-    if not mode.startswith(SKIP):
-        config.trainer.v1.trainer_mode = f"{SKIP}{mode}"
+    """Let verl choose the trainer with recorded rollouts for the mode that a configuration names. A mode that is not
+    one of verl's own is the name of somebody's trainer, and stays."""
+    mode = f"{SKIP}{config.trainer.v1.trainer_mode}"
+    if mode in MODES:
+        config.trainer.v1.trainer_mode = mode
 
 
 def base_mode(trainer: type) -> str:
