@@ -85,10 +85,12 @@ def test_the_trainer_logs_its_numbers_and_sample_rows_to_tensorboard_and_wandb(
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.chdir(trainings.folder)
+    wandb.teardown()  # it reads the environment once in a process, and another test may have used it
     try:
         training = trainings.run("cache", "trainer.logger=[file,tensorboard,wandb]")
     finally:
         wandb.finish()
+        wandb.teardown()
     assert training.hits == [1.0, 1.0, 1.0]
     hits, texts = in_tensorboard(boards)
     assert hits == dict.fromkeys(STEPS, 1.0)
