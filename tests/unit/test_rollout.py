@@ -264,6 +264,16 @@ def test_a_failed_dump_is_logged_and_counted_and_the_training_goes_on(
     assert store_of(training).keys() == [K1]
 
 
+def test_an_input_that_cannot_be_stored_is_a_miss_and_a_failed_dump(training: Training) -> None:
+    training.record(K1)
+    for key in (K1, K2):
+        inputs = inputs_of(key)
+        inputs.non_tensor_batch["labels"] = np.array([{1, 2}] * len(inputs), dtype=object)
+        with training.open("cache") as skip:
+            assert not skip.step(key, inputs, Engine()).hit
+            assert skip.statistics.dump_failures == (key != K1), "the first has a dump that is left alone"
+
+
 def test_a_failed_dump_stops_a_recording_at_the_next_step(training: Training, broken_disk: Any) -> None:
     skip = training.open("record")
     skip.step(K1, inputs_of(K1), Engine())
