@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_rollout_skip.config import BLOCK, parse_steps
+from verl_rollout_skip.config import BLOCK
 from verl_rollout_skip.entries import describe_steps
 from verl_rollout_skip.errors import (
     EntryExistsError,
@@ -27,6 +27,7 @@ from verl_rollout_skip.errors import (
 )
 from verl_rollout_skip.history import HISTORY, IDENTITY, History, extend, identity_of
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.missing import explain_key, explain_steps, places
 from verl_rollout_skip.modes import Mode, Prompts
 from verl_rollout_skip.outcome import Rollout, Statistics
 from verl_rollout_skip.prompts import (
@@ -117,7 +118,7 @@ class RolloutSkip:
                 raise EntryExistsError(self._taken(f"{key} is"))
         loaded = self._load(key, line_up)
         if loaded is None and not self.settings.mode.generates:
-            raise EntryNotFoundError(self._not_recorded(key))
+            raise EntryNotFoundError(explain_key(key, self.recorded_keys(), self.settings.mode, self.sources))
         return loaded
 
     def pass_by(self, key: RolloutKey, batch: Any) -> None:
@@ -181,11 +182,12 @@ class RolloutSkip:
             whole = {key.step for key in keys if all(RolloutKey(key.step, number) in keys for number in needed)}
             missing = [step for step in covered if step not in whole]
             if missing:
-                raise EntryNotFoundError(self._missing(wanted, missing, whole, gen_batches))
+                raise EntryNotFoundError(explain_steps(wanted, missing, keys, gen_batches, self.sources))
 
-    def places(self) -> str:
-        """The folders that are read, for messages."""
-        return " and ".join(source.folder for source, _ in self._sources)
+    @property
+    def sources(self) -> list[Source]:
+        """What is read."""
+        return [source for source, _ in self._sources]
 
     def summary(self) -> str:
         """What was loaded, generated, saved and lost."""
@@ -207,7 +209,7 @@ class RolloutSkip:
                 logger.info("%s", self.summary())
             if self._recorder is not None and self.statistics.dumped and self.way_on is not None:
                 folder = self._recorder.folder
-                if all(source.folder == folder for source, _ in self._sources):
+                if all(source.folder == folder for source in self.sources):
                     logger.info("to go on from here: rollout-skip resume %s/manifest.json%s", folder, self.way_on)
 
     def __enter__(self) -> RolloutSkip:
@@ -263,7 +265,7 @@ class RolloutSkip:
         if mode.generates or any(key in store for _, store in self._sources):
             return key
         if mode is Mode.REPLAY:
-            raise EntryNotFoundError(self._not_recorded(key))
+            raise EntryNotFoundError(explain_key(key, self.recorded_keys(), self.settings.mode, self.sources))
         keys = self.recorded_keys()
         steps = sorted({other.step for other in keys})
         if mode is Mode.REPEAT_LAST:
@@ -371,7 +373,10 @@ class RolloutSkip:
         if self._recorder is not None and self._recorder.store not in stores:
             stores.append(self._recorder.store)
         for store in stores:
-            records = [store.record(key).info for key in store if key.step == step - 1]
+            try:
+                records = [store.record(key).info for key in store if key.step == step - 1]
+            except (EntryNotFoundError, UnreadableEntryError):
+                continue  # it is told when the entry itself is asked for
             if records:
                 return extend(records[0].get(HISTORY), [info.get(IDENTITY) for info in records])
         return None
@@ -398,8 +403,8 @@ class RolloutSkip:
         """Settle before the training starts what can be settled: a mode that only loads needs something to load."""
         if not self.settings.mode.generates and not self.recorded_keys():
             raise EntryNotFoundError(
-                f"Mode {self.settings.mode.value!r} loads recorded rollouts, and {self.places()} holds none. Record "
-                f"first ({BLOCK}.mode=cache)."
+                f"Mode {self.settings.mode.value!r} loads recorded rollouts, and {places(self.sources)} holds none. "
+                f"Record first ({BLOCK}.mode=cache)."
             )
 
     def _taken(self, what: str) -> str:
@@ -407,53 +412,6 @@ class RolloutSkip:
         return (
             f"{what} already recorded in {self._recorder.folder}, and mode 'record' never overwrites. Mode 'cache' "
             "continues a recording, mode 'refresh' replaces it."
-        )
-
-    def _missing(self, wanted: range, missing: list[int], recorded: set[int], gen_batches: int) -> str:
-        found = sum(key.step == missing[0] for key in self.recorded_keys())
-        cause = self._likely_cause(missing[0])
-        if found:
-            cause = (
-                f"Of step {missing[0]} {found} of {gen_batches} generation batches are there: the recorded training "
-                "ended within it, or a dump failed or was removed."
-            )
-        fewer = f"train fewer steps (trainer.total_training_steps={missing[0] - 1}), " if missing[0] > wanted[0] else ""
-        return (
-            f"The training would replay steps {wanted[0]} to {wanted[-1]}, and {describe_steps(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not recorded; recorded are {describe_steps(recorded) or 'none'} "
-            f"({self.places()}). {cause} You can {fewer}record more (mode cache), or use mode "
-            "repeat."
-        )
-
-    def _likely_cause(self, step: int) -> str:
-        """Why a step may not be there: what the recorded training was told, or what happened to it."""
-        for source, _ in self._sources:
-            trainer, block = (source.manifest.config.get(name) or {} for name in ("trainer", BLOCK))
-            steps, limit, length = block.get("steps"), block.get("max_dump_steps"), trainer.get("total_training_steps")
-            if step not in parse_steps(steps, f"{BLOCK}.steps"):
-                return f"The recording was made with {BLOCK}.steps={steps}."
-            if limit:
-                return f"The recording was made with {BLOCK}.max_dump_steps={limit}."
-            if length and length < step:
-                return f"The recorded training was one of {length} steps (trainer.total_training_steps)."
-        return (
-            "Either the recorded training ended earlier, or dumps failed (its log says so), were pruned, or were set "
-            "aside as damaged (*.corrupt)."
-        )
-
-    def _not_recorded(self, key: RolloutKey) -> str:
-        keys = self.recorded_keys()
-        batches = [other.gen_batch for other in keys if other.step == key.step]
-        held, cause = f"steps {describe_steps({other.step for other in keys})}", self._likely_cause(key.step)
-        if batches:
-            held = f"{len(batches)} generation batches of this step: today's run asks for more than the recorded one"
-            cause = (
-                "Another reward or another filter keeps fewer prompts, or the recorded training ended within the step."
-            )
-        return (
-            f"{key} is not recorded in {self.places()}, which holds {held}. {cause} In mode "
-            f"{self.settings.mode.value!r} nothing is generated. Train fewer steps, record more (mode cache), or use "
-            "mode repeat."
         )
 
     def _stored_bytes(self) -> int:

@@ -15,6 +15,7 @@ from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
 
 from verl_rollout_skip.config import BLOCK, SkipConfig
 from verl_rollout_skip.errors import ConfigError, EntryExistsError
+from verl_rollout_skip.missing import places
 from verl_rollout_skip.modes import Mode
 from verl_rollout_skip.rollout import RolloutSkip, describe_steps
 from verl_rollout_skip.v1.sampled import PARTITION, waiting_prompts
@@ -47,7 +48,7 @@ def check_steps(rollout_skip: RolloutSkip, wanted: range) -> None:
     recorded = {key.step for key in rollout_skip.recorded_keys()} & set(wanted)
     if recorded:
         raise EntryExistsError(
-            f"Steps {describe_steps(recorded)} of this training are recorded in {rollout_skip.places()}, and mode is "
+            f"Steps {describe_steps(recorded)} of this training are recorded in {places(rollout_skip.sources)}, and mode is "
             f"'cache'. They cannot be loaded and others generated, because {_REASON}. Use mode replay to train on what "
             "is recorded, or mode refresh to record these steps anew."
         )
