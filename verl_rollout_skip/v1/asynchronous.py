@@ -48,9 +48,9 @@ def check_steps(rollout_skip: RolloutSkip, wanted: range) -> None:
     recorded = {key.step for key in rollout_skip.recorded_keys()} & set(wanted)
     if recorded:
         raise EntryExistsError(
-            f"Steps {describe_steps(recorded)} of this training are recorded in {places(rollout_skip.sources)}, and mode "
-            f"is 'cache'. They cannot be loaded and others generated, because {_REASON}. Use mode replay to train on what "
-            "is recorded, or mode refresh to record these steps anew."
+            f"Steps {describe_steps(recorded)} of this training are recorded in {places(rollout_skip.sources)}, and "
+            f"mode is 'cache'. They cannot be loaded and others generated, because {_REASON}. Use mode replay to train "
+            "on what is recorded, or mode refresh to record these steps anew."
         )
 
 
