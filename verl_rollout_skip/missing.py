@@ -33,7 +33,8 @@ def explain_steps(
     return (
         f"The training would replay steps {wanted[0]} to {wanted[-1]}, and {describe_steps(missing)} "
         f"{'is' if len(missing) == 1 else 'are'} not recorded; recorded are {describe_steps(whole) or 'none'} "
-        f"({places(sources)}). {cause} You can {fewer}record more (mode cache), or use mode repeat."
+        f"({places(sources)}). {cause} You can {fewer}record more (mode cache; asynchronous trainers: refresh), or use "
+        "mode repeat (synchronous ones)."
     )
 
 

@@ -42,13 +42,16 @@ def run(parsed: argparse.Namespace) -> Result:
     resumption = plan_resumption(parsed.manifest, parsed.overrides)
     # Imported late: torch takes seconds, and a wrong path should not.
     from verl_rollout_skip.rollout import RolloutSkip
+    from verl_rollout_skip.store.store import RolloutStore
 
-    with RolloutSkip.open(resumption.config) as skip:
-        steps = describe_steps({key.step for key in skip.recorded_keys()})
+    with RolloutSkip.open(resumption.config):
+        pass  # whatever does not fit is told by now
+    recorded = RolloutStore(resumption.manifest.path.removesuffix("/manifest.json"))
     data = {
         "manifest": resumption.manifest.path,
         "trainer": resumption.manifest.trainer,
-        "recorded_steps": steps,
+        "mode": resumption.config.rollout_skip.mode,
+        "recorded_steps": describe_steps({key.step for key in recorded}),
         "total_training_steps": resumption.config.trainer.get("total_training_steps"),
         "followed": resumption.remapped,
         "trained": not parsed.dry_run,
@@ -60,6 +63,7 @@ def run(parsed: argparse.Namespace) -> Result:
 
 def render(console: Console, data: dict[str, Any]) -> None:
     line(console, f"{data['manifest']}: {data['trainer']}, steps {data['recorded_steps']} are recorded")
+    line(console, f"  mode {data['mode']}")
     for key, value in data["followed"].items():
         line(console, f"  {key} followed to {value}")
     if not data["trained"]:
