@@ -17,7 +17,15 @@ from typing import Any
 import pytest
 
 from tests.verl_configs import compose_ppo
-from verl_rollout_skip.fingerprint import BASELINE, difference, flatten, make_fingerprint, plain
+from verl_rollout_skip.fingerprint import (
+    BASELINE,
+    CHECKPOINT,
+    LENGTH,
+    difference,
+    flatten,
+    make_fingerprint,
+    plain,
+)
 from verl_rollout_skip.rules import RULES, Effect, identities_for, rule_for, rules_as_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +43,11 @@ NOT_FILES = {
     "record_file": "written, not read",
     "replay_file": "replaces the routing in the training only",
 }
+
+
+# Of these it depends on other settings whether they count (see tests/unit/test_fingerprint.py); a schedule of the learning
+# rate brings the length of the training with it.
+CONDITIONAL = {key: [(False, False)] for key in (*LENGTH, CHECKPOINT)}
 
 
 @functools.cache
