@@ -219,7 +219,7 @@ def test_record_never_overwrites_and_refresh_does(after_recording: Trainings) ->
 
 
 def test_a_replay_that_cannot_come_to_its_end_is_not_begun(after_recording: Trainings) -> None:
-    with pytest.raises(EntryNotFoundError, match=r"would replay steps 1-5, and of these 4-5 are not recorded"):
+    with pytest.raises(EntryNotFoundError, match=r"would replay steps 1 to 5, and 4-5 are not recorded"):
         after_recording.train("replay", "trainer.total_training_steps=5")
 
 

@@ -371,6 +371,7 @@ def test_replay_with_nothing_recorded_is_an_error_before_the_training(training: 
 def test_one_summary_line_tells_what_happened(training: Training, caplog: Any) -> None:
     training.record(K1)
     caplog.set_level(logging.INFO)
+    caplog.clear()
     with training.open("cache") as skip:
         skip.step(K1, inputs_of(K1), never)
         skip.step(K2, inputs_of(K2), Engine())
