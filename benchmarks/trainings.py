@@ -83,9 +83,9 @@ def measure_all(folder: Path, steps: int, v1: bool) -> dict[str, Measured]:
     if v1:
         common.append("trainer.v1.trainer_mode=skip_sync")
     measured = {}
-    for name, overrides in plans.items():
+    for number, (name, overrides) in enumerate(plans.items()):
         started = time.monotonic()
-        measured[name] = measure(name, folder / name.replace(" ", "-").replace("'", ""), assets, [*common, *overrides])
+        measured[name] = measure(name, folder / f"run-{number}", assets, [*common, *overrides])
         console.print(f"{name}: {time.monotonic() - started:.0f} s", highlight=False)
     return measured
 
