@@ -93,8 +93,8 @@ class OldSeam(Seam):
 
 SEAMS = {
     "0.9.1": Seam(),
-    # Its weight sync is made with arguments of other names.
-    "0.8.0": Seam(takes_weight_sync=False),
+    # Their weight sync is made with arguments of other names, and the settings of their models want one module.
+    "0.8.0": Seam(takes_weight_sync=False, takes_libraries=False),
     "0.7.1": Seam(takes_weight_sync=False, takes_libraries=False),
     "0.6.1": OldSeam(),
 }
