@@ -160,6 +160,11 @@ class GatheringLoader:
         # of one. Steps have no fixed share of an epoch here: this makes fit begin with 0 and load our own state.
         return sys.maxsize
 
+    @property
+    def sampler(self) -> Any:
+        """verl 0.7.1 looks whether it is a curriculum."""
+        return self._loader.sampler
+
     def state_dict(self) -> dict[str, Any]:
         return {"loader": self._loader.state_dict(), "epoch": self._epoch}
 

@@ -42,6 +42,10 @@ class ReplayReplica(RolloutReplica):
         self._server_address = f"replay://{self.replica_rank}"
         self._server_handle = None  # type: ignore[assignment]
 
+    def get_ray_class_with_init_args(self) -> Any:
+        """Wanted by verl 0.6.1 of every replica, and used only of those that have workers of their own."""
+        return None
+
     async def init_standalone(self) -> None:
         # verl would reserve GPUs for it and start a worker on each.
         await self.launch_servers()
