@@ -278,7 +278,7 @@ def test_a_reward_model_on_the_actor_s_devices_is_asked_after_each_generation_ba
     assert_same_training(plain, cached)
 
 
-@pytest.mark.skipif(VERL < (0, 8), reason="verl 0.7.1 scores the baseline itself and cannot join the scores")
+@pytest.mark.skipif(VERL < (0, 8), reason="fit of verl 0.7.1 leaves the baseline's scores in its batch")
 def test_remax_and_a_reward_model_on_the_actor_s_devices_together(trainings: Trainings) -> None:
     settings = (
         "reward.reward_model.enable=True",
