@@ -206,11 +206,18 @@ def test_resume_prints_recorded_text_so_that_it_cannot_command_the_terminal(caps
     from verl_rollout_skip.cli.text import make_console
 
     evil = "\x1b]0;evil\x07 [bold]"
-    data = {"manifest": evil, "trainer": evil, "recorded_steps": "1", "followed": {evil: evil}, "trained": False}
+    data = {
+        "manifest": evil,
+        "trainer": evil,
+        "mode": evil,
+        "recorded_steps": evil,
+        "followed": {evil: evil},
+        "trained": False,
+    }
     resume.render(make_console(), data)
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
-    assert shown.count("\\x1b]0;evil") == 4
+    assert shown.count("\\x1b]0;evil") == 6
 
 
 @pytest.mark.parametrize(
