@@ -197,6 +197,7 @@ def test_every_answer_forbids_what_it_does_not_need(server: ViewServer, path: st
         "after=1e3",
         "after=0x1",
         "after=١",
+        "after=1" + 8 * "&x=1",
     ],
 )
 def test_a_number_that_is_none_is_refused(server: ViewServer, query: str) -> None:

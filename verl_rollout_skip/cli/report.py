@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser)
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
     add_steps(parser)
-    add_sampling(parser)
+    add_sampling(parser, groups="what fits")
     add_tokenizer(parser)
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
+def add_sampling(parser: argparse.ArgumentParser, groups: str) -> None:
     """How much is shown: the same for the report and the live view."""
-    parser.add_argument("--groups", type=int, metavar="N", help="groups of a step to show (default: what fits)")
+    parser.add_argument("--groups", type=int, metavar="N", help=f"groups of a step to show (default: {groups})")
     parser.add_argument("--responses", type=int, default=2, metavar="N", help="responses of a group (default: 2)")
     parser.add_argument("--tokens", type=int, default=2000, metavar="N", help="tokens of a text (default: 2000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the groups (default: 0)")

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, metavar="N", help="default: any that is free")
     parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
     add_steps(parser)
-    add_sampling(parser)
+    add_sampling(parser, groups="8")
     add_tokenizer(parser)
 
 

@@ -113,7 +113,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, place: str, query: str) -> tuple[str, bytes]:
         follower = self.server.follower
-        asked = parse_qs(query, max_num_fields=8)
+        try:
+            asked = parse_qs(query, max_num_fields=8)
+        except ValueError as error:
+            raise _Refused(400, f"The question cannot be understood: {error}.") from error
 
         def number(name: str) -> int:
             values = asked.get(name, [])
