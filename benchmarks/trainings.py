@@ -14,6 +14,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -29,7 +30,11 @@ console = Console()
 
 @dataclass(frozen=True)
 class Measured:
-    """One training: seconds until its first step, medians of its later steps, and the memory of its processes."""
+    """One training: seconds until its first step, medians of the second half of its steps, and the memory it took.
+
+    The first half is left out: for some ten seconds after a training has begun Ray still starts processes, which takes
+    the cores of a small machine from it.
+    """
 
     name: str
     start_s: float
@@ -41,9 +46,13 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainings", description=__doc__)
-    parser.add_argument("--steps", type=int, default=8, help="training steps of each run (default: 8)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default: 20)")
     parser.add_argument("--v1", action="store_true", help="verl's V1 trainers instead of V0")
+    parser.add_argument("--recording", action="store_true", help="only what recording costs, within one training")
     options = parser.parse_args()
+    if options.recording:
+        measure_recording(options.steps)
+        return
     with tempfile.TemporaryDirectory(prefix="rollout-skip-bench-") as folder:
         machine = report.machine(Path(folder))
         measured = measure_all(Path(folder), options.steps, options.v1)
@@ -51,15 +60,49 @@ def main() -> None:
     ratios = compare(measured)
     for name, value in ratios.items():
         console.print(f"{name}: {value:.2f}", highlight=False)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results["v1" if options.v1 else "v0"] = {
+    result = {
         "machine": machine,
         "steps": options.steps,
         "runs": {name: asdict(values) for name, values in measured.items()},
         "ratios": {name: round(value, 3) for name, value in ratios.items()},
     }
+    write("v1" if options.v1 else "v0", result)
+
+
+def write(part: str, result: dict[str, Any]) -> None:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[part] = result
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
     console.print(f"written to {RESULTS}", highlight=False)
+
+
+def measure_recording(pairs: int) -> None:
+    """Record every other step of one training: two trainings differ by more than what recording may cost."""
+    steps = range(1, 4 * pairs + 1)
+    recorded = [step for step in steps if step % 2]
+    with tempfile.TemporaryDirectory(prefix="rollout-skip-bench-") as temporary:
+        folder = Path(temporary)
+        overrides = [
+            "trainer.use_v1=False",
+            f"trainer.total_training_steps={len(steps)}",
+            *("rollout_skip.mode=record", f"rollout_skip.dump_dir={folder}/dumps"),
+            f"rollout_skip.steps=[{','.join(map(str, recorded))}]",
+        ]
+        assets = make_assets(folder / "assets").folder
+        measure("recording", folder / "run", assets, overrides)
+        seconds = runs.TrainingRun(folder / "run").timing("step")
+    later = [step for step in steps if step > len(steps) // 2]
+    with_s, without_s = ([seconds[step] for step in later if (step in recorded) is kept] for kept in (True, False))
+    ratios = [one / other for one, other in zip(with_s, without_s, strict=True)]
+    result = {
+        "pairs": len(ratios),
+        "recorded_step_s": statistics.median(with_s),
+        "other_step_s": statistics.median(without_s),
+        "ratio": round(statistics.median(with_s) / statistics.median(without_s), 3),
+        "ratios of neighbours, quartiles": [round(value, 3) for value in statistics.quantiles(ratios, n=4)],
+    }
+    console.print(result)
+    write("recording", result)
 
 
 def measure_all(folder: Path, steps: int, v1: bool) -> dict[str, Measured]:
@@ -99,18 +142,19 @@ def measure(name: str, folder: Path, assets: Path, overrides: list[str]) -> Meas
             peak = max(peak, _memory(process))
             if not first and run.metrics():
                 first = time.monotonic()
-            time.sleep(0.25)
+            time.sleep(0.25 if not first else 2.0)  # to look at the memory of a process holds it up
     finally:
         if process.poll() is None:
             process.terminate()
     if process.returncode != 0:
         raise SystemExit(f"{name} ended with {process.returncode}:\n{run.log[-4000:]}")
     steps = list(run.timing("step").values())
+    rollouts = list(run.timing("gen").values())
     return Measured(
         name,
         start_s=first - started - steps[0],
-        step_s=statistics.median(steps[1:]),
-        rollout_s=statistics.median(list(run.timing("gen").values())[1:]),
+        step_s=statistics.median(steps[len(steps) // 2 :]),
+        rollout_s=statistics.median(rollouts[len(rollouts) // 2 :]),
         peak_bytes=peak,
         hits=len(run.hits()),
     )

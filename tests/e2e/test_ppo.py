@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.training import Finished, Trainings, assert_same_results, assert_same_weights, variant_in
+from tests.disks import Disk, mount
+from tests.e2e.training import (
+    TIMEOUT,
+    Finished,
+    Trainings,
+    assert_same_results,
+    assert_same_weights,
+    end,
+    variant_in,
+)
 from verl_rollout_skip import RolloutKey, RolloutStore
 
 STEPS = 4
@@ -176,23 +189,56 @@ def test_validation_is_generated_while_the_steps_are_loaded(
 
 
 def test_a_broken_entry_and_a_full_disk_are_told_and_the_training_goes_on(
-    trainings: Trainings, unskipped: Finished, own_dumps: Path
+    trainings: Trainings, unskipped: Finished, recorded: Finished, dumps: Path, tmp_path: Path
 ) -> None:
-    variant = variant_in(own_dumps)
-    (broken,) = variant.glob("step_000002/gen_000.parquet")
-    content = bytearray(broken.read_bytes())
-    content[len(content) // 2] ^= 1
-    broken.write_bytes(content)
-    RolloutStore(variant).delete(RolloutKey(4))
-    size = sum(file.stat().st_size for file in variant.glob("step_*/*"))
-    room_for_one = size + int(1.5 * len(content)) + 4096
-    faulty = trainings.run(
-        "faulty", *GRPO, CACHE, f"rollout_skip.dump_dir={own_dumps}", f"rollout_skip.max_disk={room_for_one}B"
-    )
+    with mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path):
+        shutil.copytree(dumps, tmp_path / "dumps")
+        variant = variant_in(tmp_path / "dumps")
+        (broken,) = variant.glob("step_000002/gen_000.parquet")
+        content = bytearray(broken.read_bytes())
+        content[len(content) // 2] ^= 1
+        broken.write_bytes(content)
+        RolloutStore(variant).delete(RolloutKey(4))
+        Disk(tmp_path, 4 << 20, mounted=True).leave_free(2 * len(content))  # for one dump and its record, not for two
+        faulty = trainings.run("faulty", *GRPO, CACHE, f"rollout_skip.dump_dir={tmp_path}/dumps")
+        set_aside = [file for file in variant.glob("step_000002/*") if file.name.endswith(".corrupt")]
     assert faulty.hits() == [1, 3]
     assert_same_results(unskipped, faulty)
     assert any("step 2, generation batch 0 is generated again" in text for text in faulty.messages)
-    assert any(file.name.endswith(".corrupt") for file in variant.glob("step_000002/*"))
-    assert any("a dump failed, the training goes on" in text for text in faulty.messages)
+    assert set_aside
+    (failed,) = [text for text in faulty.messages if "a dump failed, the training goes on" in text]
+    assert "No space left on device" in failed
     assert "1 dumps failed" in faulty.summary
     assert "step 2, generation batch 0 was unreadable" in faulty.summary
+
+
+def test_a_folder_that_becomes_read_only_is_told_and_the_training_goes_on(
+    trainings: Trainings, unskipped: Finished, tmp_path: Path
+) -> None:
+    with mounted("--bind", tmp_path, tmp_path):
+        folder, process = trainings.start("read-only", *GRPO, CACHE, f"rollout_skip.dump_dir={tmp_path}")
+        try:
+            while process.poll() is None and not any(tmp_path.glob("*/*/step_000001/*.json")):
+                time.sleep(0.02)
+            while process.poll() is None and not mount("-o", "remount,ro,bind", str(tmp_path)):
+                time.sleep(0.02)  # something is being written
+            finished = Finished(folder, process.wait(TIMEOUT))
+        finally:
+            end(process)
+    assert finished.exit_code == 0, finished.log[-8000:]
+    assert_same_results(unskipped, finished)
+    failed = [text for text in finished.messages if "a dump failed, the training goes on" in text]
+    assert failed
+    assert all("Read-only file system" in text for text in failed)
+    assert f"{len(failed)} dumps failed" in finished.summary
+
+
+@contextmanager
+def mounted(*arguments: object) -> Iterator[None]:
+    *_, place = arguments
+    if not mount(*map(str, arguments)):
+        pytest.skip("file systems cannot be mounted here: only root can, and not in every container")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)

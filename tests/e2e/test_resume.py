@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from recipes.cpu import runs
 from recipes.cpu.assets import make_assets
+from tests.e2e.shell import command_environment
 from tests.e2e.training import Finished, Trainings, assert_same_results, variant_in
 from verl_rollout_skip import RolloutStore
 
 
 def run_command(command: str, folder: Path, assets: Path) -> Finished:
     """Run what was printed, in a shell, in another working directory."""
-    environment = {**runs.prepare(folder, assets), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = command_environment(folder, runs.prepare(folder, assets))
     with open(folder / "log", "wb") as log:
         process = subprocess.run(command, shell=True, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
     return Finished(folder, process.returncode)

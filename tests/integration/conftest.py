@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from tests.disks import Disk, mount
 from verl_rollout_skip.store.storage import Staged
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,31 +146,6 @@ def python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-class Disk:
-    """A file system of its own, or what comes nearest to it where nothing can be mounted."""
-
-    def __init__(self, path: Path, size: int, mounted: bool) -> None:
-        self.path = path
-        self.size = size
-        self.mounted = mounted
-        self._ballast = path / "ballast"
-
-    def leave_free(self, size: int) -> None:
-        """Fill the disk until only so many bytes are free."""
-        self._ballast.unlink(missing_ok=True)
-        with self._ballast.open("wb") as file:
-            file.write(bytes(max(self.free() - size, 0)))
-
-    def make_room(self) -> None:
-        self._ballast.unlink(missing_ok=True)
-
-    def free(self) -> int:
-        if self.mounted:
-            found = os.statvfs(self.path)
-            return found.f_bavail * found.f_frsize
-        return self.size - sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Disk]]:
     """A tmpfs of so many bytes; where mounting is refused, a folder in which writing more than that fails."""
@@ -178,7 +154,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     def make(size: int, options: str = "") -> Disk:
         path = tmp_path / f"disk{len(mounted)}"
         path.mkdir()
-        if _mount("-t", "tmpfs", "-o", f"size={size}{options}", "tmpfs", str(path)):
+        if mount("-t", "tmpfs", "-o", f"size={size}{options}", "tmpfs", str(path)):
             mounted.append(path)
             return Disk(path, size, mounted=True)
         disk = Disk(path, size, mounted=False)
@@ -196,10 +172,10 @@ def read_only() -> Iterator[Callable[[Path], bool]]:
     mounted: list[Path] = []
 
     def make(path: Path) -> bool:
-        if not _mount("--bind", str(path), str(path)):
+        if not mount("--bind", str(path), str(path)):
             return False
         mounted.append(path)
-        return _mount("-o", "remount,ro,bind", str(path))
+        return mount("-o", "remount,ro,bind", str(path))
 
     yield make
     for path in mounted:
@@ -241,13 +217,6 @@ def s3_options(s3_server: str) -> dict[str, Any]:
         "endpoint_url": s3_server,
         "client_kwargs": {"region_name": "eu-west-1"},
     }
-
-
-def _mount(*arguments: str) -> bool:
-    try:
-        return subprocess.run(["mount", *arguments], capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
 
 
 def _refuse_more_than(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ import pytest
 
 from tests.batches import rollout_output
 from tests.cli_program import ROOT, assert_one_line_error, run, run_as_nobody, run_without_torch
-from tests.integration.conftest import Disk, hidden_files, leftovers
+from tests.disks import Disk
+from tests.integration.conftest import hidden_files, leftovers
 from tests.trainings import RUN_NAME, Engine, Training, contents, inputs_of, recorded_output
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main

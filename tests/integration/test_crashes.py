@@ -23,7 +23,8 @@ import pytest
 from verl import DataProto
 
 from tests.batches import assert_same_batch, rollout_output
-from tests.integration.conftest import Disk, Forked, Report, hidden_files, leftovers
+from tests.disks import Disk
+from tests.integration.conftest import Forked, Report, hidden_files, leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import CorruptEntryError, EntryExistsError, EntryNotFoundError
 

@@ -18,7 +18,8 @@ import torch
 from tensordict import TensorDict
 
 from tests.batches import assert_same_batch, rollout_output
-from tests.integration.conftest import Disk, Forked, Report, leftovers
+from tests.disks import Disk
+from tests.integration.conftest import Forked, Report, leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import DumpError, EntryExistsError
 from verl_rollout_skip.store import codec, commit

@@ -4,6 +4,6 @@
 Ray workers of that process are forked in the same way. With ``ROLLOUT_SKIP_TESTS_ZYGOTE=0`` all are plain processes.
 """
 
-from tests.zygote.client import ForkedProcess, Process, Zygote, close_all, ready, run
+from tests.zygote.client import ForkedProcess, Process, Zygote, close_all, enabled, ready, run
 
-__all__ = ["ForkedProcess", "Process", "Zygote", "close_all", "ready", "run"]
+__all__ = ["ForkedProcess", "Process", "Zygote", "close_all", "enabled", "ready", "run"]

@@ -1,0 +1,39 @@
+"""docs/scenarios.md and docs/quickstart.md, run as they stand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.e2e.shell import run_document
+
+
+def test_every_command_of_the_scenarios_does_what_the_page_says(tmp_path: Path) -> None:
+    sections = run_document("docs/scenarios.md", tmp_path, os.environ)
+    _, debug, layout, repeat, losses, reward, resume, colleague, dry_run = sections
+    recorded, replayed = debug.split("3 dumped")
+    assert "0 loaded" in recorded
+    assert "3 loaded" in replayed
+    assert "world_size: 1 → 2" in layout
+    assert "3 loaded" in layout
+    assert "5 loaded" in repeat
+    assert "actor_rollout_ref.actor.clip_ratio_high: 0.2 → 0.28" in losses
+    assert "off-policy from the second step on" in losses
+    assert "3 loaded" in losses
+    assert "reward.custom_reward_function.path" in reward
+    assert "3 loaded" in reward
+    assert "3 loaded" in resume
+    assert "1 dumped" in resume
+    assert "addition_cpu_TrainGBS8__InferGBS8__N4" in colleague
+    assert "4 rollout steps" in colleague
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert f"critic.model.path followed to {tmp_path}/my-model" in dry_run
+    assert "nothing was run" in dry_run
+
+
+def test_the_quick_start_records_and_then_loads(tmp_path: Path) -> None:
+    (section,) = run_document("docs/quickstart.md", tmp_path, {**os.environ, "CPU_ASSETS": f"{tmp_path}/assets"})
+    first, second = section.split("5 dumped")
+    assert "0 loaded" in first
+    assert "5 loaded" in second
+    assert "addition_cpu_TrainGBS8__InferGBS8__N4" in second
