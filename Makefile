@@ -108,6 +108,9 @@ bench-store: setup ## the store against verl's save_to_disk (BENCH_ARGS=--quick)
 
 bench-trainings: setup ## whole trainings: off, record, cache, replay, verl's own skip
 	$(PY) -m benchmarks.trainings
+	$(PY) -m benchmarks.trainings --v1
+	$(PY) -m benchmarks.trainings --recording
+	$(PY) -m benchmarks.picture
 
 demo: setup ## record a short training on CPU, train again from the dumps, compare (DEMO_ARGS)
 	$(PY) -m recipes.demo $(DEMO_ARGS)

@@ -1,6 +1,6 @@
 """Draws the picture of the README from the last measurement: ``python -m benchmarks.picture``.
 
-Where the time of a run goes, from its start to its last step, with and without this package.
+Where the time of a step, and of a whole training, goes with and without this package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from benchmarks.trainings import RESULTS
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "trainings.svg"
 RUNS = {"off": "without", "record": "record", "cache": "cache", "replay": "replay"}
 PARTS = {"start": "#8d99ae", "rollout": "#e07a5f", "training": "#3d8b7d"}
-WIDTH, ROW, LEFT = 720, 34, 90
+WIDTH, ROW, LEFT = 720, 28, 90
+PANEL = 34 + len(RUNS) * ROW + 12
 FONT = 'font-family="sans-serif" font-size="13"'
 
 
@@ -27,42 +28,54 @@ def main() -> None:
 
 
 def seconds(run: dict[str, Any], steps: int) -> dict[str, float]:
-    """The parts of a run of so many steps."""
+    """The parts of so many steps of a run."""
     rollout = run["rollout_s"] * steps
-    return {"start": run["start_s"], "rollout": rollout, "training": run["step_s"] * steps - rollout}
+    return {"rollout": rollout, "training": run["step_s"] * steps - rollout}
 
 
 def draw(result: dict[str, Any]) -> str:
-    steps = result["steps"]
-    rows = {label: seconds(result["runs"][name], steps) for name, label in RUNS.items()}
-    scale = (WIDTH - LEFT - 70) / max(sum(parts.values()) for parts in rows.values())
-    height = ROW * len(rows) + 74
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {FONT}>',
-        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        f'<text x="10" y="20" fill="#222222">{escape(_title(result))}</text>',
-    ]
-    for number, (label, parts) in enumerate(rows.items()):
-        lines += _row(label, parts, 36 + number * ROW, scale)
+    """A step, and below it the whole training."""
+    runs = {label: result["runs"][name] for name, label in RUNS.items()}
+    step = {label: seconds(run, 1) for label, run in runs.items()}
+    whole = {label: {"start": run["start_s"], **seconds(run, result["steps"])} for label, run in runs.items()}
+    machine = result["machine"]
+    upper = _panel(f"Seconds of a step, {machine['cpu']}, {machine['cores']} cores, no GPU", step, 0, 2)
+    lower = _panel(f"Seconds of a training of {result['steps']} steps with its start", whole, PANEL, 0)
+    height = 2 * PANEL + 30
+    legend = []
     for number, (part, colour) in enumerate(PARTS.items()):
         x = LEFT + number * 130
-        lines.append(f'<rect x="{x}" y="{height - 24}" width="12" height="12" fill="{colour}"/>')
-        lines.append(f'<text x="{x + 18}" y="{height - 13}" fill="#222222">{part}</text>')
-    return "\n".join([*lines, "</svg>", ""])
+        legend.append(f'<rect x="{x}" y="{height - 24}" width="12" height="12" fill="{colour}"/>')
+        legend.append(f'<text x="{x + 18}" y="{height - 13}" fill="#222222">{part}</text>')
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {FONT}>',
+            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+            *upper,
+            *lower,
+            *legend,
+            "</svg>",
+            "",
+        ]
+    )
 
 
-def _title(result: dict[str, Any]) -> str:
-    machine = result["machine"]
-    return f"Seconds of a training of {result['steps']} steps, {machine['cpu']}, {machine['cores']} cores, no GPU"
+def _panel(title: str, rows: dict[str, dict[str, float]], top: int, digits: int) -> list[str]:
+    scale = (WIDTH - LEFT - 70) / max(sum(parts.values()) for parts in rows.values())
+    lines = [f'<text x="10" y="{top + 20}" fill="#222222" font-weight="bold">{escape(title)}</text>']
+    for number, (label, parts) in enumerate(rows.items()):
+        lines += _row(label, parts, top + 34 + number * ROW, scale, digits)
+    return lines
 
 
-def _row(label: str, parts: dict[str, float], y: int, scale: float) -> list[str]:
-    lines = [f'<text x="10" y="{y + 16}" fill="#222222">{escape(label)}</text>']
+def _row(label: str, parts: dict[str, float], y: int, scale: float, digits: int) -> list[str]:
+    lines = [f'<text x="10" y="{y + 15}" fill="#222222">{escape(label)}</text>']
     x = float(LEFT)
     for part, value in parts.items():
-        lines.append(f'<rect x="{x:.1f}" y="{y}" width="{value * scale:.1f}" height="22" fill="{PARTS[part]}"/>')
+        lines.append(f'<rect x="{x:.1f}" y="{y}" width="{value * scale:.1f}" height="20" fill="{PARTS[part]}"/>')
         x += value * scale
-    return [*lines, f'<text x="{x + 6:.1f}" y="{y + 16}" fill="#222222">{sum(parts.values()):.0f} s</text>']
+    total = f"{sum(parts.values()):.{digits}f} s"
+    return [*lines, f'<text x="{x + 6:.1f}" y="{y + 15}" fill="#222222">{total}</text>']
 
 
 if __name__ == "__main__":

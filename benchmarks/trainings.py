@@ -179,6 +179,8 @@ def compare(measured: dict[str, Measured]) -> dict[str, float]:
     upstream = measured["verl's skip, loading"]
     return {
         "a step while recording, against one without": record.step_s / off.step_s,
+        "a loaded step, against a generated one": cache.step_s / off.step_s,
+        "a replayed step, against a generated one": replay.step_s / off.step_s,
         "the rollout of a hit, against a generated one": cache.rollout_s / off.rollout_s,
         "the rollout of a hit, against a hit of verl's skip": cache.rollout_s / upstream.rollout_s,
         "a step from the dumps, against one of verl's skip": cache.step_s / upstream.step_s,
