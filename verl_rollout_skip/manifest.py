@@ -116,12 +116,19 @@ class Recording:
 
 def write_manifest(storage: Storage, manifest: Manifest) -> Manifest:
     """Write a manifest unless one is there; returns the one that is there then, which must be of the same rollouts."""
-    fields = {key: value for key, value in vars(manifest).items() if key not in ("recordings", "path")}
-    try:
-        _publish(storage, HERE, NAME, _render({"format_version": MANIFEST_VERSION, **fields}), replace=False)
-    except FileExistsError:
-        pass  # another process was first, or an earlier one of this run
     found = read_manifest(storage)
+    if found is None:
+        fields = {key: value for key, value in vars(manifest).items() if key not in ("recordings", "path")}
+        try:
+            _publish(storage, HERE, NAME, _render({"format_version": MANIFEST_VERSION, **fields}), replace=False)
+        except FileExistsError:
+            pass  # another process was first
+        except OSError as error:
+            raise ManifestError(
+                f"{storage.where(HERE, NAME)} cannot be written, and nothing is recorded without it: {error}. Make "
+                "room there, or choose another rollout_skip.dump_dir."
+            ) from error
+        found = read_manifest(storage)
     if found is None or found.config_hash != manifest.config_hash:
         raise _not_ours(storage)
     return found

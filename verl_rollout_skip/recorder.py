@@ -61,8 +61,7 @@ class Recorder:
         finally:
             self._count()
             if self._recording is not None:
-                recording = self._recording
-                self._surface(lambda: recording.save([key.step for key in self._accepted]))
+                self._write_down(self._recording, [key.step for key in self._accepted])
 
     def _put(
         self,
@@ -95,9 +94,19 @@ class Recorder:
             copy_tokenizer(self.run.config, storage)
         except OSError as error:
             logger.warning("the tokenizer was not copied beside the dumps: %s", error)
-        recording = Recording(storage, gpu_layout(self.run.config))
-        recording.save([key.step])
-        self._recording = recording
+        self._recording = Recording(storage, gpu_layout(self.run.config))
+        self._write_down(self._recording, [key.step])
+
+    def _write_down(self, recording: Recording, steps: list[int]) -> None:
+        try:
+            recording.save(steps)
+        except OSError as error:
+            logger.warning(
+                "who recorded which steps could not be written down in %s/recordings: %s. The rollouts do not depend "
+                "on it.",
+                self.folder,
+                error,
+            )
 
     def _within_limit(self, key: RolloutKey) -> bool:
         limit = self.run.settings.max_dump_steps

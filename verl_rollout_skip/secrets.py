@@ -20,15 +20,16 @@ _SPECIAL_TOKEN = re.compile(
     r"(?i)(^|[_\-.])(eos|bos|pad|unk|sep|cls|mask|stop|start|begin|end|special|image|video|audio|vision|think|tool|"
     r"prefix|suffix|boi|eoi|per|max|min|num|new|by|to)[_\-]?token$"
 )
-_URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.\-]*://)(?P<user>[^/\s:@]*):(?P<password>[^/\s]+)@")
+# Repetitions have bounds where a text could be scanned from each of its characters to its end.
+_URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.\-]{0,40}://)(?P<user>[^/\s:@]*):(?P<password>[^/\s]+)@")
 _URL_TOKEN = re.compile(r"(?P<scheme>(?:https?|git\+https?)://)[^/\s:@]{16,}@")
 _QUERY = re.compile(
-    r"(?i)(?P<name>[?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)[^=&\s]*=)[^&\s#]+"
+    r"(?i)(?P<name>[?&][^=&?\s]{0,64}(?:key|token|secret|password|signature|sig|credential)[^=&?\s]{0,64}=)[^&\s#]+"
 )
 # Secrets in command lines, environment assignments, headers and connection strings.
 _ASSIGNED = re.compile(
     r"(?P<name>\b[A-Z0-9_]*(?:API_KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD)=|"
-    r"--[a-z\-]*(?:api-key|token|secret|password)[= ]|"
+    r"--[a-z\-]{0,64}(?:api-key|token|secret|password)[= ]|"
     r"\bAccountKey=|\bSharedAccessKey=|\b(?:[Bb]earer|[Bb]asic) (?=[A-Za-z0-9._~+/\-]{16}))[^\s;,'\"&]+"
 )
 _KNOWN = re.compile(

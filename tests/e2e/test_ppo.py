@@ -206,7 +206,8 @@ def test_a_broken_entry_and_a_full_disk_are_told_and_the_training_goes_on(
     assert_same_results(unskipped, faulty)
     assert any("step 2, generation batch 0 is generated again" in text for text in faulty.messages)
     assert set_aside
-    (failed,) = [text for text in faulty.messages if "a dump failed, the training goes on" in text]
+    (failed,) = [text for text in faulty.messages if "ERROR: dump failed: step" in text]
+    assert "step 4, generation batch 0 was not written" in failed
     assert "No space left on device" in failed
     assert "1 dumps failed" in faulty.summary
     assert "step 2, generation batch 0 was unreadable" in faulty.summary
@@ -227,9 +228,10 @@ def test_a_folder_that_becomes_read_only_is_told_and_the_training_goes_on(
             end(process)
     assert finished.exit_code == 0, finished.log[-8000:]
     assert_same_results(unskipped, finished)
-    failed = [text for text in finished.messages if "a dump failed, the training goes on" in text]
+    failed = [text for text in finished.messages if "ERROR: dump failed: step" in text]
     assert failed
     assert all("Read-only file system" in text for text in failed)
+    assert any("who recorded which steps could not be written down" in text for text in finished.messages)
     assert f"{len(failed)} dumps failed" in finished.summary
 
 

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from tests.batches import assert_same_batch, rollout_output
 from tests.disks import Disk
 from tests.integration.conftest import Forked, Report, leftovers
+from tests.trainings import Engine, Training, inputs_of
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import DumpError, EntryExistsError
 from verl_rollout_skip.store import codec, commit
@@ -451,3 +452,43 @@ def test_a_read_only_run_folder_can_be_read_and_refuses_to_be_written(
 
     child = fork(work)
     assert child.lines() == ["done"]
+
+
+def test_a_training_records_what_fits_and_tells_what_does_not(
+    small_disk: Callable[..., Disk], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A manifest that is there needs no room, and a rollout is kept although nobody can write down who made it."""
+    disk = small_disk(2 << 20)
+    training = Training(tmp_path / "training")
+    where = {"dump_dir": str(disk.path / "dumps")}
+    large = {"trainer__notes": "n" * 300_000}
+    training.record(K, skip=where, **large)
+    disk.leave_free(150_000)
+    caplog.clear()
+    with training.open("cache", where, **large) as skip:
+        assert skip.step(K, inputs_of(K), Engine()).hit
+        assert not skip.step(RolloutKey(2), inputs_of(RolloutKey(2)), Engine()).hit
+    assert (skip.statistics.dumped, skip.statistics.dump_failures) == (1, 0)
+
+    disk.leave_free(0)
+    with training.open("cache", where, **large) as skip:
+        assert skip.step(RolloutKey(2), inputs_of(RolloutKey(2)), Engine()).hit
+        assert not skip.step(RolloutKey(3), inputs_of(RolloutKey(3)), Engine()).hit
+    assert (skip.statistics.dumped, skip.statistics.dump_failures) == (0, 1)
+    assert "step 3, generation batch 0 was not written to" in caplog.text
+    assert "who recorded which steps could not be written down" in caplog.text
+    assert "The rollouts do not depend on it." in caplog.text
+
+
+def test_without_room_for_the_manifest_nothing_is_recorded_and_the_error_says_so(
+    small_disk: Callable[..., Disk], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = small_disk(2 << 20)
+    disk.leave_free(100_000)
+    training = Training(tmp_path / "training")
+    with training.open("cache", {"dump_dir": str(disk.path / "dumps")}, trainer__notes="n" * 300_000) as skip:
+        assert not skip.step(K, inputs_of(K), Engine()).hit
+    assert (skip.statistics.dumped, skip.statistics.dump_failures) == (0, 1)
+    assert "manifest.json cannot be written, and nothing is recorded without it" in caplog.text
+    assert "No space left on device" in caplog.text
+    assert "choose another rollout_skip.dump_dir" in caplog.text

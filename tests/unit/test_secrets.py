@@ -85,6 +85,17 @@ def test_harmless_texts_stay_as_they_are(text: str) -> None:
     assert mask({"anything": text}) == {"anything": text}
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "piece", ["n", "-", "?", "?key", "&token", "--token", "TOKEN", "a://", "a://:", "sk-", "BEGIN "]
+)
+def test_long_texts_are_looked_through_in_a_moment(piece: str) -> None:
+    """A chat template or a system prompt can stand in a configuration; a search that is quadratic takes minutes."""
+    text = piece * (200_000 // len(piece))
+    masked = mask({"template": f"https://me:hunter2@host {text}"})["template"]
+    assert masked.startswith(f"https://me:{MASK}@host ")
+
+
 def test_lists_numbers_and_blocks_below_a_secret_key_are_masked() -> None:
     settings = {"password": 1234, "tokens": [1], "api_key": ["a", "b"], "credentials": {"user": "me", "pin": 7}}
     masked = mask(settings)
