@@ -93,7 +93,7 @@ def _imported(file: Path) -> set[Path]:
     found: set[Path] = set()
     waiting = [file]
     while waiting and len(found) < _FOLLOWED:
-        for module in _imports_of(waiting.pop()):
+        for module in sorted(_imports_of(waiting.pop())):  # the same ones are left out each time
             if module not in found and module != file:
                 found.add(module)
                 waiting.append(module)
