@@ -118,8 +118,7 @@ class SkipConfig:
         """Without a folder of its own, a training that reads from a run writes into the same one."""
         if self.source is None or self.dump_dir is not None or self.mode is not Mode.CACHE:
             return self
-        variant = self.source.removesuffix("/").removesuffix("/manifest.json")
-        return replace(self, dump_dir="/".join(variant.split("/")[:-2]))
+        return replace(self, dump_dir=dump_dir_of(self.source))
 
     def _check_places(self) -> None:
         if self.dump_dir is None and not (self.source is not None and not self.mode.writes):
@@ -139,6 +138,21 @@ class SkipConfig:
                 f"{BLOCK}.engine is 'off' and mode {self.mode.value!r} generates what is not recorded. Use engine "
                 "'auto', or a mode that only loads: replay, repeat, repeat_last."
             )
+
+
+_RUN_NAME = re.compile(r".+_TrainGBS\d+__InferGBS\d+__N\d+")
+
+
+def dump_dir_of(source: str) -> str:
+    """The dump_dir that a manifest or variant folder is in; raise if it is elsewhere."""
+    dump_dir, _, rest = source.removesuffix("/").removesuffix("/manifest.json").rpartition("/")
+    dump_dir, _, run = dump_dir.rpartition("/")
+    if not dump_dir.strip("/") or dump_dir.endswith(":/") or not _RUN_NAME.fullmatch(run):
+        raise ConfigError(
+            f"{source} does not stand in DUMP_DIR/RUN/{rest}, with a run folder as trainings name it (…_TrainGBS8__"
+            f"InferGBS8__N4), so there is no place beside it for new rollouts. Set {BLOCK}.dump_dir."
+        )
+    return dump_dir
 
 
 def run_name(config: DictConfig | Mapping[str, Any]) -> str:

@@ -317,10 +317,10 @@ def _joined(parts: list[Any]) -> Any:
 
 def _summed(gathered: Gathered) -> dict[str, float]:
     """The timings of a step: those of its generation batches, and what fit could not measure itself."""
-    summed = dict(gathered.timings[-1])
+    summed = {key: value for timing in gathered.timings for key, value in timing.items()}
     for key in summed:
         values = [timing[key] for timing in gathered.timings if key in timing]
-        if key == "rollout_skip/hit":
+        if key in ("rollout_skip/hit", "rollout_skip/off_policy"):
             summed[key] = sum(values) / len(values)
         elif key in ("rollout_skip/load_s", "rollout_skip/saved_s"):
             summed[key] = sum(values)

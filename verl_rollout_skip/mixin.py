@@ -28,6 +28,15 @@ from verl_rollout_skip.weights import DeferredWeightSync
 logger = logging.getLogger(__name__)
 
 
+def _as_v0(config: DictConfig) -> DictConfig:
+    """The configuration of a V0 trainer: an entry point that makes one need not look at verl's setting, which says V1
+    by default, and what is recorded must not say so."""
+    if OmegaConf.select(config, "trainer.use_v1"):
+        config = copy.deepcopy(config)
+        config.trainer.use_v1 = False
+    return config
+
+
 class RolloutSkipMixin:
     """To be named before the trainer: ``class MyTrainer(RolloutSkipMixin, RayPPOTrainer)``."""
 
@@ -48,6 +57,7 @@ class RolloutSkipMixin:
         config: DictConfig = kwargs["config"] if "config" in kwargs else args[0]
         if SkipConfig.from_config(config).mode is not Mode.OFF:
             self._seam: Seam = find_seam(type(self))
+            config = _as_v0(config)
         self.rollout_skip = RolloutSkip.open(config, trainer=f"{type(self).__module__}.{type(self).__qualname__}")
         self._driver_batch: DriverBatch | None = None
         self._weight_sync: DeferredWeightSync | None = None

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from verl_rollout_skip.config import BLOCK, take_out_skip_keys
+from verl_rollout_skip.config import BLOCK, dump_dir_of, take_out_skip_keys
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
 from verl_rollout_skip.manifest import Manifest
 from verl_rollout_skip.seams import first_step
@@ -77,8 +77,8 @@ def _way_on(manifest: Manifest, config: DictConfig) -> dict[str, str]:
             f"trainer.resume_mode=resume_path and trainer.resume_from_path=…; or {BLOCK}.mode=replay to train on what "
             f"is recorded, or {BLOCK}.mode=refresh to record everything anew."
         )
-    folder = manifest.path.removesuffix("/manifest.json")
-    return {"mode": "refresh", "source": manifest.path, "dump_dir": "/".join(folder.split("/")[:-2])}
+    dump_dir = OmegaConf.select(config, f"{BLOCK}.dump_dir") or dump_dir_of(manifest.path)
+    return {"mode": "refresh", "source": manifest.path, "dump_dir": dump_dir}
 
 
 def _is_asynchronous(config: DictConfig) -> bool:

@@ -259,8 +259,19 @@ def test_a_replay_from_a_source_needs_no_dump_dir(train: Any, tmp_path: Path) ->
     assert "dump_dir is not set and mode is 'record'" in refusal(train(mode="record", source=source))
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["/data/imported", "/imported", "/data/archive/0123456789ab", "/exp_proj_TrainGBS4__InferGBS4__N2/0123456789ab"],
+)
+def test_beside_a_variant_that_was_copied_by_itself_there_is_no_place_to_write(train: Any, source: str) -> None:
+    message = refusal(train(mode="cache", source=source))
+    assert f"{source} does not stand in DUMP_DIR/RUN/" in message
+    assert "Set rollout_skip.dump_dir." in message
+    assert SkipConfig.from_config(train(mode="replay", source=source)).dump_dir is None
+
+
 def test_a_training_that_goes_on_from_a_source_writes_into_the_same_run(train: Any, tmp_path: Path) -> None:
-    source = tmp_path / "dumps" / "run" / "variant" / "manifest.json"
+    source = tmp_path / "dumps" / "exp_proj_TrainGBS4__InferGBS4__N2" / "variant" / "manifest.json"
     for given in (source, source.parent):
         settings = SkipConfig.from_config(train(mode="cache", source=str(given)))
         assert settings.dump_dir == str(tmp_path / "dumps")
