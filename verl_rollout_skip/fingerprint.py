@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.identity import UNREADABLE
 from verl_rollout_skip.rules import Effect, identities_for, rule_for
-from verl_rollout_skip.secrets import mask
+from verl_rollout_skip.secrets import MASK, mask
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,10 @@ class Fingerprint:
         return flat_hash(self.training)
 
 
+# Arguments of a user's own function, which can tell None from an argument that is not given.
+_HANDED_ON = re.compile(r"(?<!engine_)kwargs\.")
+
+
 def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
     """Take the fingerprint of a training's configuration. Reads the files that it names."""
     rollout: Flat = {}
@@ -57,7 +62,7 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
     flat = dict(flatten(plain(config)))
     for key, value in flat.items():
         effect = rule_for(key).effect
-        if value is None or value == {} or effect is Effect.NEITHER:
+        if effect is Effect.NEITHER or value == {} or (value is None and not _HANDED_ON.search(key)):
             continue  # a setting that is null, an empty block and one that is not there mean the same to verl
         (training if effect is Effect.TRAINING else rollout).update(_identities(key, value))
     if training.get("algorithm.adv_estimator") == "remax":
@@ -70,6 +75,8 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
     for key, value in rollout.items():
         if UNREADABLE in str(value):
             logger.warning("%s: %s; a change of its content will not be noticed", key, value)
+        elif MASK in str(value):
+            logger.info("%s is taken for a secret and not compared: a change of it will not be noticed", key)
     return Fingerprint(dict(sorted(rollout.items())), dict(sorted(training.items())))
 
 

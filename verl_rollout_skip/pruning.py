@@ -122,9 +122,9 @@ def choose_steps(variants: Sequence[VariantPlan], conditions: Conditions) -> Non
         if conditions.keep_last is not None:
             kept = {step.step for step in variant.held[len(variant.held) - conditions.keep_last :]}
             steps = [step for step in steps if step.step not in kept]
-        pinned = _pinned_steps(variant, pins.read_pins(variant.storage))
-        variant.steps = [step for step in steps if step not in pinned]
-        variant.pinned = [step for step in steps if step in pinned]
+        pinned = {step.step for step in _pinned_steps(variant, pins.read_pins(variant.storage))}
+        variant.steps = [step for step in steps if step.step not in pinned]
+        variant.pinned = [step for step in steps if step.step in pinned]
     if conditions.max_size is not None:
         _only_to_fit(variants, conditions.max_size)
 

@@ -9,10 +9,12 @@ from typing import Any
 from verl_rollout_skip.errors import DumpError, EntryExistsError, MismatchError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.layout import gpu_layout
+from verl_rollout_skip.manifest import NAME as MANIFEST
 from verl_rollout_skip.manifest import Manifest, Recording, write_manifest
 from verl_rollout_skip.modes import Mode
 from verl_rollout_skip.outcome import Statistics
 from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.storage import HERE
 from verl_rollout_skip.store.store import RolloutStore
 from verl_rollout_skip.tokenizer import copy_tokenizer
 from verl_rollout_skip.variants import Run
@@ -41,13 +43,20 @@ class Recorder:
         """Record a rollout, unless the key is taken or enough steps are recorded. What ``complete`` raises is a failed
         dump like any other."""
         replace = self.run.settings.mode is Mode.REFRESH
-        if not replace and key in self.store:
-            self._count_taken(key)
-        elif self._within_limit(key) and self._surface(lambda: self._begin(key)):
+        accepts: list[bool] = []
+        if not self._surface(lambda: accepts.append(self._accepts(key, replace))) or not accepts[0]:
+            return
+        if self._surface(lambda: self._begin(key)):
             self._accepted.add(key)
             if not self._surface(lambda: self._put(key, batch, inputs, info, replace, complete)):
                 self._accepted.discard(key)
             self._count()
+
+    def _accepts(self, key: RolloutKey, replace: bool) -> bool:
+        if not replace and key in self.store:
+            self._count_taken(key)
+            return False
+        return self._within_limit(key)
 
     def raise_failures(self) -> None:
         """Let what has failed in the background since the last time stop the training, if it is to."""
@@ -80,9 +89,9 @@ class Recorder:
             raise DumpError.of([(key, error)]) from error
 
     def _begin(self, key: RolloutKey) -> None:
-        if self._recording is not None:
-            return
         storage = open_storage(self.folder)
+        if self._recording is not None and storage.info(HERE, MANIFEST) is not None:
+            return  # somebody may have pruned the variant meanwhile
         own = Manifest.make(self.run.name, self.run.config, self.run.fingerprint, self.run.trainer)
         found = write_manifest(storage, own)
         if found.fingerprint != own.fingerprint:
@@ -94,7 +103,8 @@ class Recorder:
             copy_tokenizer(self.run.config, storage)
         except OSError as error:
             logger.warning("the tokenizer was not copied beside the dumps: %s", error)
-        self._recording = Recording(storage, gpu_layout(self.run.config))
+        if self._recording is None:
+            self._recording = Recording(storage, gpu_layout(self.run.config))
         self._write_down(self._recording, [key.step])
 
     def _write_down(self, recording: Recording, steps: list[int]) -> None:

@@ -21,7 +21,7 @@ from verl_rollout_skip.config import BLOCK, dump_dir_of, take_out_skip_keys
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
 from verl_rollout_skip.manifest import Manifest
 from verl_rollout_skip.seams import first_step
-from verl_rollout_skip.secrets import MASK
+from verl_rollout_skip.secrets import masked_keys
 
 # Of the settings of this package those that go on; the others say where and how the recorded training was started.
 _KEPT = ("steps", "max_dump_steps", "prompts", "background", "on_dump_error", "max_disk")
@@ -148,7 +148,7 @@ def _check_whole(manifest: Manifest, given: Mapping[str, Any]) -> None:
 
 
 def _check_secrets(config: DictConfig) -> None:
-    missing = [key for key, value in _leaves(config) if isinstance(value, str) and MASK in value]
+    missing = list(dict.fromkeys(masked_keys(OmegaConf.to_container(config))))
     if missing:
         commands = " ".join(f"{key}=…" for key in missing)
         raise ConfigError(

@@ -74,6 +74,7 @@ class RolloutSkip:
         if mode.reads:
             self._sources = [(source, self._store_of(source)) for source in run.sources]
         self._history = History()
+        self._repeated: list[RolloutKey] = []
         self._other_history_told = False
         self._closed = False
         self._check_recorded()
@@ -232,7 +233,7 @@ class RolloutSkip:
         wanted = self._wanted_key(key)
         reasons = []
         for source, store in self._sources_now():
-            entry = self._open_entry(wanted, store) if wanted in store else None
+            entry = self._find_entry(wanted, source, store)
             if entry is None:
                 continue
             recorded = entry.inputs() if self.replaces_prompts else None
@@ -266,15 +267,12 @@ class RolloutSkip:
             return key
         if mode is Mode.REPLAY:
             raise EntryNotFoundError(explain_key(key, self.recorded_keys(), self.settings.mode, self.sources))
-        keys = self.recorded_keys()
-        steps = sorted({other.step for other in keys})
-        if mode is Mode.REPEAT_LAST:
-            batches = [other for other in keys if other.step == steps[-1]]
-            return batches[key.gen_batch % len(batches)]
-        # A step that needs more generation batches than were recorded goes on with those of the following steps.
-        step = steps[(key.step - steps[0]) % len(steps)]
-        first = next(place for place, other in enumerate(keys) if other.step == step)
-        return keys[(first + key.gen_batch) % len(keys)]
+        if self._repeated:  # listed once, since nothing is recorded in these modes; again if something is gone
+            found = _repeated_key(self._repeated, key, mode)
+            if any(found in store for _, store in self._sources):
+                return found
+        self._repeated = self.recorded_keys()
+        return _repeated_key(self._repeated, key, mode)
 
     def _sources_now(self) -> list[tuple[Source, RolloutStore]]:
         """What can be read. Today's own variant joins when it begins, here or in another process."""
@@ -284,6 +282,17 @@ class RolloutSkip:
             if own is not None:
                 self._sources.append((own, recorder.store))
         return self._sources
+
+    def _find_entry(self, key: RolloutKey, source: Source, store: RolloutStore) -> LoadedEntry | None:
+        """The entry if there is one. A folder that does not answer counts as a failed dump does."""
+        try:
+            return self._open_entry(key, store) if key in store else None
+        except OSError as error:
+            if not self.settings.mode.generates or self.settings.fails_on_dump_error:
+                raise
+            logger.error("%s is generated, because %s cannot be read: %s", key, source.folder, error)
+            self.statistics.notes.append(f"{key} could not be looked for")
+            return None
 
     def _open_entry(self, key: RolloutKey, store: RolloutStore) -> LoadedEntry | None:
         """The entry, decoded; None if it is to be generated again because it cannot be read."""
@@ -423,3 +432,15 @@ def _replace_timings(batch: Any, metrics: dict[str, float]) -> None:
     meta = getattr(batch, "meta_info", None)
     if meta is not None:
         meta["timing"] = dict(metrics)
+
+
+def _repeated_key(keys: list[RolloutKey], key: RolloutKey, mode: Mode) -> RolloutKey:
+    """Which of the recorded rollouts stands for one that is not recorded."""
+    steps = sorted({other.step for other in keys})
+    if mode is Mode.REPEAT_LAST:
+        batches = [other for other in keys if other.step == steps[-1]]
+        return batches[key.gen_batch % len(batches)]
+    # A step that needs more generation batches than were recorded goes on with those of the following steps.
+    step = steps[(key.step - steps[0]) % len(steps)]
+    first = next(place for place, other in enumerate(keys) if other.step == step)
+    return keys[(first + key.gen_batch) % len(keys)]

@@ -9,12 +9,16 @@ from typing import Any
 
 MASK = "***"
 # A key whose name says that its value is a secret, in snake_case, kebab-case or camelCase. Names that only look like it
-# are left alone: token counts and lengths, prompt_key, image_key, and the special tokens of a tokenizer.
+# are left alone: token counts and lengths, prompt_key, image_key, and the special tokens of a tokenizer. Of any other
+# kind of token (answer_token, turn_token …) only what looks like a credential is hidden: it may be one that counts.
 _SECRET_KEY = re.compile(
     r"(?i)(^|[_\-.])(api[_\-]?key|access[_\-]?key([_\-]?id)?|account[_\-]?key|secret([_\-]?(access[_\-]?)?key)?|"
     r"private[_\-]?key|password|passwd|pwd|passphrase|credentials?|auth|authorization|bearer|cookie|"
-    r"([a-z0-9]+[_\-]?)?token)$"
+    r"(hf|hub|face|api|access|auth|session|security|bearer|refresh|id|bot|login|oauth|jwt|personal|service|deploy|github|"
+    r"gitlab|wandb|openai|registry)[_\-]?token)$|^token$"
 )
+_TOKEN_KEY = re.compile(r"(?i)[a-z0-9]token$|[_\-]token$")
+_CREDENTIAL = re.compile(r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9._~+/=\-]{16,}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SPECIAL_TOKEN = re.compile(
     r"(?i)(^|[_\-.])(eos|bos|pad|unk|sep|cls|mask|stop|start|begin|end|special|image|video|audio|vision|think|tool|"
@@ -41,24 +45,36 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z 
 
 def mask(value: Any, key: str = "") -> Any:
     """A copy of a configuration with its secrets masked. All that stands below a secret key is masked."""
-    return _mask(value, is_secret_key(key))
+    return _mask(value, is_secret_key(key), is_token_key(key))
 
 
-def _mask(value: Any, secret: bool) -> Any:
+def _mask(value: Any, secret: bool, token: bool) -> Any:
     if isinstance(value, Mapping):
-        return {name: _mask(item, secret or is_secret_key(str(name))) for name, item in value.items()}
+        return {
+            name: _mask(item, secret or is_secret_key(str(name)), token or is_token_key(str(name)))
+            for name, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_mask(item, secret) for item in value]
+        return [_mask(item, secret, token) for item in value]
     if secret and value is not None and not isinstance(value, bool) and value != "":
         return MASK
-    return _mask_text(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return MASK if token and _CREDENTIAL.fullmatch(value) else _mask_text(value)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_secret_key(key: str) -> bool:
     """Whether a name, or a part of a dotted one, says that its value is a secret."""
     names = _CAMEL.sub("_", key).split(".")
-    return any(_SECRET_KEY.search(name) and not _SPECIAL_TOKEN.search(name) for name in names)
+    return any(_SECRET_KEY.search(name) for name in names)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_token_key(key: str) -> bool:
+    """Whether a name, or a part of a dotted one, is that of some token that may be a secret."""
+    names = _CAMEL.sub("_", key).split(".")
+    return any(_TOKEN_KEY.search(name) and not _SPECIAL_TOKEN.search(name) for name in names)
 
 
 def masked_keys(value: Any, path: str = "") -> list[str]:

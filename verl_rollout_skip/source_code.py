@@ -7,7 +7,11 @@ Installed packages are not followed; their versions are in the manifest.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
+import os
+import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,8 @@ from verl_rollout_skip.identity import file_identity, name_identity
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _NAMED, _FOLLOWED = 20, 1000
+# Users debug these while they replay. verl's version is in the manifest.
+_NOT_FOLLOWED = {"verl", "verl_rollout_skip"}
 # What the YAML files of tools, interactions and agent loops call the class that they configure.
 _CLASS_KEYS = ("class_name", "_target_")
 
@@ -66,10 +72,10 @@ def _module_file(name: str) -> Path | None:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
-    if spec is None or spec.origin is None:
+    if spec is None:
         return None
     if not inner:
-        return Path(spec.origin)
+        return None if spec.origin is None else Path(spec.origin)
     found = (_file_in(Path(folder), inner) for folder in spec.submodule_search_locations or ())
     return next((file for file in found if file is not None), None)
 
@@ -127,12 +133,28 @@ def _names(tree: ast.AST, file: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _roots(file: Path, name: str) -> list[Path]:
-    """Where an absolute import of a project is looked for: beside the file, and where its own package is."""
+    """Where an absolute import is looked for: beside the file, where its own package is, and where Python looks."""
     root = file.parent
     while (root / "__init__.py").is_file() and root != root.parent:
         root = root.parent
     is_own_package = root != file.parent and name.split(".")[0] == file.relative_to(root).parts[0]
-    return [file.parent, root] if is_own_package else [file.parent]
+    own = [root] if is_own_package else []
+    anywhere = () if name.split(".")[0] in _NOT_FOLLOWED else _search_path(os.getcwd(), *sys.path)
+    return list(dict.fromkeys([file.parent, *own, *anywhere]))
+
+
+@functools.lru_cache(maxsize=8)
+def _search_path(here: str, *entries: str) -> tuple[Path, ...]:
+    """The folders of projects among those in which Python looks: no standard library, no installed packages."""
+    system = [Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib")]
+    folders = [Path(here, entry).resolve() for entry in entries]
+    return tuple(
+        folder
+        for folder in folders
+        if folder.is_dir()
+        and not _INSTALLED & set(folder.parts)
+        and not any(folder.is_relative_to(other) for other in system)
+    )
 
 
 def _modules(folder: Path, parts: list[str]) -> Iterator[Path]:

@@ -265,3 +265,10 @@ def test_a_checkpoint_of_another_training_is_another_start(trainer: dict[str, st
         make_fingerprint({"trainer": {"default_local_dir": "/runs/a", **more}}).training_hash for more in ({}, trainer)
     )
     assert (plain != resumed) is counts
+
+
+@pytest.mark.parametrize("block", ["reward.custom_reward_function.reward_kwargs", "data.apply_chat_template_kwargs"])
+def test_an_argument_that_is_null_is_not_one_that_is_left_out(block: str) -> None:
+    """The function gets None, and not its own default."""
+    given, left_out = ({f"{block}.x": 1, f"{block}.limit": None}, {f"{block}.x": 1})
+    assert make_fingerprint(given).config_hash != make_fingerprint(left_out).config_hash

@@ -52,6 +52,15 @@ def test_masked_secrets_must_be_given_again(training: Training) -> None:
     assert OmegaConf.select(config, "trainer.api_key") == "again"
 
 
+def test_masked_secrets_in_lists_must_be_given_again_too(training: Training) -> None:
+    packages = ["numpy", "git+https://me:hunter2@host/repository"]
+    training.record(RolloutKey(1), ray_kwargs={"ray_init": {"runtime_env": {"pip": packages}}})
+    with pytest.raises(ConfigError, match=r"must be given again: ray_kwargs\.ray_init\.runtime_env\.pip"):
+        plan_resumption(manifest_of(training), [])
+    given = "ray_kwargs.ray_init.runtime_env.pip=[numpy]"
+    assert plan_resumption(manifest_of(training), [given]).config.ray_kwargs.ray_init.runtime_env.pip == ["numpy"]
+
+
 @pytest.mark.parametrize("text", ["trainer.total_training_steps", "=3", "a=[1"])
 def test_what_is_no_setting_is_named(training: Training, text: str) -> None:
     training.record(RolloutKey(1))

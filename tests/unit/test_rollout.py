@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.trainings import Engine, Training, contents, inputs_of, never, withou
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import DiskLimitError, DumpError, EntryExistsError, EntryNotFoundError, MismatchError
 from verl_rollout_skip.rollout import RolloutSkip
+from verl_rollout_skip.store.local import LocalStorage
 
 K1, K2, K3, K4 = (RolloutKey(step) for step in range(1, 5))
 
@@ -429,3 +431,57 @@ def test_the_slower_of_two_trainings_is_told_that_its_rollout_was_not_kept(
     assert slow.statistics.not_dumped == 1
     assert slow.statistics.dump_failures == 0
     assert slow.statistics.dumped == 0
+
+
+def test_what_is_recorded_after_the_variant_was_removed_can_be_loaded(training: Training) -> None:
+    with training.open("cache") as skip:
+        skip.step(K1, inputs_of(K1), Engine())
+        skip._recorder.store.flush()
+        shutil.rmtree(training.variants()[0])
+        skip.step(K2, inputs_of(K2), Engine())
+    with training.open("cache") as skip:
+        assert skip.step(K2, inputs_of(K2), never).hit
+        assert not skip.step(K1, inputs_of(K1), Engine()).hit
+    assert store_of(training).keys() == [K1, K2]
+
+
+@pytest.mark.parametrize("mode", ["cache", "record"])
+def test_a_folder_that_stops_answering_ends_a_training_only_where_a_failed_dump_does(
+    training: Training, monkeypatch: pytest.MonkeyPatch, caplog: Any, mode: str
+) -> None:
+    """Credentials that expire, a file server that is restarted."""
+
+    def forbidden(self: Any, folder: str, name: str) -> Any:
+        raise PermissionError(errno.EACCES, "Forbidden", name)
+
+    with training.open(mode) as skip:
+        skip.step(K1, inputs_of(K1), Engine())
+        skip._recorder.store.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStorage, "info", forbidden)
+            if mode == "record":
+                with pytest.raises(PermissionError):
+                    skip.step(K2, inputs_of(K2), Engine())
+            else:
+                assert not skip.step(K2, inputs_of(K2), Engine()).hit
+        assert not skip.step(K3, inputs_of(K3), Engine()).hit
+    if mode == "cache":
+        assert "step 2, generation batch 0 is generated, because" in caplog.text
+        assert "Forbidden" in caplog.text
+        assert skip.statistics.dump_failures == 1
+        assert "could not be looked for" in skip.statistics.summary(0)
+    assert store_of(training).keys() == [K1, K3]
+
+
+def test_repeating_lists_the_recording_once(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    training.record(K1, K2)
+    listed = []
+    keys = RolloutSkip.recorded_keys
+    monkeypatch.setattr(RolloutSkip, "recorded_keys", lambda self: listed.append(1) or keys(self))
+    with training.open("repeat") as skip:
+        for step in range(1, 9):
+            assert skip.step(RolloutKey(step), inputs_of(K1), never).hit
+        store_of(training).delete(K2)
+        for step in range(9, 13):
+            assert skip.step(RolloutKey(step), inputs_of(K1), never).hit
+    assert len(listed) <= 3

@@ -132,3 +132,23 @@ def test_a_rotated_secret_is_not_another_rollout_and_does_not_enter_the_fingerpr
 
     assert take("abc").config_hash == take("def").config_hash
     assert take("abc").rollout == {"reward.reward_kwargs.api_key": MASK, "reward.reward_kwargs.model": "judge-1"}
+
+
+@pytest.mark.parametrize(
+    "name", ["answer_token", "bonus_token", "end_of_thought_token", "turnToken", "separator_token"]
+)
+@pytest.mark.parametrize("value", ["<answer>", "<|end_of_thought|>", "SEP", 0.5, 7])
+def test_a_token_that_is_no_credential_is_compared(name: str, value: Any) -> None:
+    key = f"reward.custom_reward_function.reward_kwargs.{name}"
+    assert mask({key: value}) == {key: value}
+    assert make_fingerprint({key: value}) != make_fingerprint({key: "another"})
+
+
+def test_a_token_of_an_unknown_kind_that_looks_like_a_credential_is_hidden() -> None:
+    assert mask({"judge_token": "a1b2c3d4e5f6a7b8c9d0"}) == {"judge_token": MASK}
+
+
+def test_what_is_hidden_and_would_count_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        make_fingerprint({"reward": {"reward_kwargs": {"api_key": "hunter2"}}})
+    assert "reward.reward_kwargs.api_key is taken for a secret and not compared" in caplog.text

@@ -112,3 +112,31 @@ def test_the_classes_that_a_tool_configuration_names_are_part_of_it(
     assert classes_identity(str(config)) != before
     config.write_text("tools: [")
     assert classes_identity(str(config)) == file_identity(str(config))
+
+
+@pytest.mark.parametrize("package", [True, False], ids=["a package", "a folder without __init__.py"])
+def test_modules_on_the_search_path_are_followed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: bool
+) -> None:
+    """As in a repository that is started from its root: rewards/math.py imports common/helpers.py."""
+    for name in ("rewards", "common"):
+        (tmp_path / name).mkdir()
+        if package:
+            (tmp_path / name / "__init__.py").touch()
+    reward, helpers = tmp_path / "rewards" / "math.py", tmp_path / "common" / "helpers.py"
+    reward.write_text("from common.helpers import score\nimport verl, torch\n")
+    helpers.write_text("score = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = code_identity(str(reward))
+    assert "common/helpers.py" in before
+    assert "verl" not in before
+    helpers.write_text("score = 2\n")
+    assert code_identity(str(reward)) != before
+
+
+def test_a_module_in_a_folder_without_init_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_tools").mkdir()
+    tool = tmp_path / "own_tools" / "search.py"
+    tool.write_text("LIMIT = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert module_identity("own_tools.search") == f"own_tools.search, {file_identity(str(tool))}"
