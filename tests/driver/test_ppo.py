@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -27,6 +28,15 @@ def test_a_recorded_training_is_repeated_from_its_dumps(trainings: Trainings) ->
     assert cached.hits == replayed.hits == [1.0, 1.0, 1.0]
     for training in (recording, cached, replayed):
         assert_same_training(plain, training)
+
+
+@pytest.mark.skipif(VERL < (0, 9), reason="before verl 0.9 there is no such setting")
+def test_a_recording_says_which_kind_of_trainer_made_it_whatever_the_setting_says(trainings: Trainings) -> None:
+    """verl's setting is for its own entry point and says V1 by default; `rollout-skip resume` goes by it."""
+    trainings.run("record", "trainer.use_v1=True")
+    (manifest,) = trainings.dumps.glob("*/*/manifest.json")
+    assert json.loads(manifest.read_text())["config"]["trainer"]["use_v1"] is False
+    assert trainings.run("replay", "trainer.use_v1=False").hits == [1.0, 1.0, 1.0]
 
 
 def test_a_recording_that_ended_early_is_completed(trainings: Trainings) -> None:
