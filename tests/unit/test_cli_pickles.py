@@ -77,12 +77,13 @@ def read(folder: Path, data: bytes, watch: bool = True) -> Any:
     """Read a dump with these bytes; fail if anything was started, looked up or executed, or if the marker appears."""
     path = folder / "dump"
     path.write_bytes(data)
+    before = os.getcwd()
     os.chdir(folder)
     try:
         with WATCH if watch else contextlib.nullcontext():
             return read_dump_file(str(path))
     finally:
-        os.chdir("/")
+        os.chdir(before)
         assert not (folder / "marker").exists()
 
 
