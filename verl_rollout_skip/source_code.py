@@ -82,7 +82,8 @@ def _module_file(name: str) -> Path | None:
 
 def _imports_identity(file: Path) -> str:
     """The modules that a file imports, directly or not; empty if it imports none of its own project."""
-    home = file.parent
+    home = file.parent.resolve()
+    file = home / file.name
     digests = {}
     for module in _imported(file):
         digests[_relative(module, home)] = xxhash.xxh3_128(module.read_bytes()).hexdigest()
