@@ -32,8 +32,8 @@ console = Console()
 class Measured:
     """One training: seconds until its first step, medians of the second half of its steps, and the memory it took.
 
-    The first half is left out: on a small machine the steps of some ten seconds after the start are slower than all that
-    follow, most likely because Ray still starts processes.
+    The first half is left out: on a small machine the steps of some ten seconds after the start are slower than those
+    that follow, most likely because Ray still starts processes.
     """
 
     name: str
