@@ -1,7 +1,8 @@
 """What code *is*, by its source: the file that a setting names, and the modules of the same project that it imports.
 
-Nothing is imported or run: imports are read off the syntax tree and looked for beside the file and in its package.
-Installed packages are not followed; their versions are in the manifest.
+Nothing is imported or run: imports are read off the syntax tree and looked for beside the file, in its package and in
+the other folders of projects on Python's path. Installed packages and verl are not followed; their versions are in the
+manifest.
 """
 
 from __future__ import annotations
