@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -153,6 +154,13 @@ def dump_dir_of(source: str) -> str:
             f"InferGBS8__N4), so there is no place beside it for new rollouts. Set {BLOCK}.dump_dir."
         )
     return dump_dir
+
+
+def argument(key: str, value: str) -> str:
+    """A setting of this package as it is typed on a command line: quoted for Hydra and for the shell if need be."""
+    if not re.fullmatch(r"[\w./:@%+-]+", value, re.ASCII):
+        value = '"' + value.replace('"', '\\"') + '"'
+    return shlex.quote(f"{BLOCK}.{key}={value}")
 
 
 def run_name(config: DictConfig | Mapping[str, Any]) -> str:

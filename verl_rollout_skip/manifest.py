@@ -1,4 +1,4 @@
-"""``manifest.json``: what the rollouts of a variant folder were made from. Written once, never rewritten.
+"""``manifest.json``: what the rollouts of a variant folder were made from. Written once, and again only if it is gone.
 
 Each process that records into the folder has a file of its own under ``recordings/``, which it alone rewrites; so any
 number of processes on any storage can record at once, and nothing is lost or half-written. Reading a manifest brings
@@ -11,7 +11,7 @@ import json
 import logging
 import secrets as tokens
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -22,6 +22,7 @@ from verl_rollout_skip.errors import ManifestError
 from verl_rollout_skip.fingerprint import Fingerprint, Flat, flat_hash, plain
 from verl_rollout_skip.layout import gpu_layout, host, versions
 from verl_rollout_skip.secrets import mask
+from verl_rollout_skip.store.entry import EntryRecord
 from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.store.storage import HERE, Storage
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_VERSION = 1
 NAME = "manifest.json"
+CONFIG_HASH = "config_hash"
+"""Where the record of an entry says with which settings it was recorded: the ``config_hash`` of its manifest."""
 _RECORDINGS = "recordings"
 _MAX_BYTES = 64 << 20
 
@@ -39,7 +42,8 @@ class Manifest:
 
     ``config`` is the whole resolved configuration with secrets masked, ``trainer`` the class that trained.
     ``recordings`` has one item for each process that recorded here: when, on which layout, with which versions, and
-    which steps.
+    which steps. ``restored_at``: the file was deleted, and a later training with the same fingerprint wrote it again;
+    ``config`` and ``training`` are those of that training.
     """
 
     run_name: str
@@ -52,6 +56,7 @@ class Manifest:
     gpu_layout: dict[str, Any]
     versions: dict[str, str]
     trainer: str | None = None
+    restored_at: str | None = None
     recordings: list[dict[str, Any]] = field(default_factory=list)
     path: str = ""
 
@@ -88,6 +93,11 @@ class Manifest:
                 "DUMP_DIR/RUN_NAME/VARIANT."
             )
         return manifest
+
+
+def variant_name(config_hash: str) -> str:
+    """The name of the folder for rollouts with this fingerprint."""
+    return config_hash[:12]
 
 
 def folder_of(path: str) -> str:
@@ -132,6 +142,38 @@ def write_manifest(storage: Storage, manifest: Manifest) -> Manifest:
     if found is None or found.config_hash != manifest.config_hash:
         raise _not_ours(storage)
     return found
+
+
+def restore_manifest(storage: Storage, today: Manifest, records: list[EntryRecord]) -> Manifest | None:
+    """The manifest of a folder that lost it, or None if its records do not prove that it was the one of ``today``.
+
+    Nothing is written. What can be known of the recording comes from its own files.
+    """
+    if {record.info.get(CONFIG_HASH) for record in records} != {today.config_hash}:
+        return None
+    recordings = _recordings(storage)
+    restored = replace(
+        today,
+        created_at=min(record.created_at for record in records),
+        restored_at=_now(),
+        recordings=recordings,
+        path=storage.where(HERE, NAME),
+    )
+    if not recordings:
+        return restored
+    return replace(restored, gpu_layout=recordings[0]["gpu_layout"], versions=recordings[0]["versions"])
+
+
+def explain_foreign(info: Mapping[str, Any], manifest: Manifest) -> str | None:
+    """Why an entry does not belong to the manifest beside it; None if it does, or does not say."""
+    recorded = info.get(CONFIG_HASH)
+    if recorded in (None, manifest.config_hash):
+        return None
+    return (
+        f"was recorded with other settings than the manifest beside it (config_hash {recorded}, the manifest has "
+        f"{manifest.config_hash}): it was moved or copied here from another variant. Move it back to the folder "
+        f"{variant_name(str(recorded))}."
+    )
 
 
 def check_manifest(storage: Storage, manifest: Manifest) -> None:

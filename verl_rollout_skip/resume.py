@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from verl_rollout_skip.config import BLOCK, dump_dir_of, take_out_skip_keys
+from verl_rollout_skip.config import BLOCK, argument, dump_dir_of, take_out_skip_keys
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
 from verl_rollout_skip.manifest import Manifest
 from verl_rollout_skip.seams import first_step
@@ -89,7 +89,7 @@ def _is_asynchronous(config: DictConfig) -> bool:
 
 def _trainer_class(manifest: Manifest) -> type:
     name = manifest.trainer
-    advice = f"Start the training by its own entry point with {BLOCK}.source={manifest.path}"
+    advice = f"Start the training by its own entry point with {argument('source', manifest.path)}"
     if name is None:
         raise UnsupportedTrainerError(f"{manifest.path} does not say which trainer recorded it. {advice}")
     module, _, kind = name.rpartition(".")

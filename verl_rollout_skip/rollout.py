@@ -7,6 +7,7 @@ dumped. It never pairs a recorded rollout with other prompts without being told 
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -27,6 +28,7 @@ from verl_rollout_skip.errors import (
 )
 from verl_rollout_skip.history import HISTORY, IDENTITY, History, extend, identity_of
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.manifest import CONFIG_HASH, explain_foreign
 from verl_rollout_skip.missing import explain_key, explain_steps, places
 from verl_rollout_skip.modes import Mode, Prompts
 from verl_rollout_skip.outcome import Rollout, Statistics
@@ -141,6 +143,7 @@ class RolloutSkip:
         if self._recorder is not None:
             info = {
                 "generate_s": round(seconds, 6),
+                CONFIG_HASH: self.run.fingerprint.config_hash,
                 "training_hash": self.run.fingerprint.training_hash,
                 IDENTITY: identity,
                 HISTORY: self._history.before(key.step),
@@ -211,7 +214,8 @@ class RolloutSkip:
             if self._recorder is not None and self.statistics.dumped and self.way_on is not None:
                 folder = self._recorder.folder
                 if all(source.folder == folder for source in self.sources):
-                    logger.info("to go on from here: rollout-skip resume %s/manifest.json%s", folder, self.way_on)
+                    path = shlex.quote(f"{folder}/manifest.json")
+                    logger.info("to go on from here: rollout-skip resume %s%s", path, self.way_on)
 
     def __enter__(self) -> RolloutSkip:
         return self
@@ -286,13 +290,20 @@ class RolloutSkip:
     def _find_entry(self, key: RolloutKey, source: Source, store: RolloutStore) -> LoadedEntry | None:
         """The entry if there is one. A folder that does not answer counts as a failed dump does."""
         try:
-            return self._open_entry(key, store) if key in store else None
+            entry = self._open_entry(key, store) if key in store else None
         except OSError as error:
             if not self.settings.mode.generates or self.settings.fails_on_dump_error:
                 raise
             logger.error("%s is generated, because %s cannot be read: %s", key, source.folder, error)
             self.statistics.notes.append(f"{key} could not be looked for")
             return None
+        foreign = None if entry is None else explain_foreign(entry.record.info, source.manifest)
+        if foreign is None:
+            return entry
+        if not self.settings.mode.generates:
+            raise MismatchError(f"{key} {foreign}")
+        logger.warning("a miss: %s %s", key, foreign)
+        return None
 
     def _open_entry(self, key: RolloutKey, store: RolloutStore) -> LoadedEntry | None:
         """The entry, decoded; None if it is to be generated again because it cannot be read."""

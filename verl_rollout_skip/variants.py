@@ -7,6 +7,7 @@ explained; the folder's name is only the beginning of the hash.
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +15,25 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_rollout_skip.config import BLOCK, SkipConfig, run_name
+from verl_rollout_skip.entries import Entries, Unreadable
 from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, MismatchError
 from verl_rollout_skip.fingerprint import Fingerprint, difference, make_fingerprint
 from verl_rollout_skip.layout import gpu_layout, layout_difference, versions
-from verl_rollout_skip.manifest import Manifest, read_manifest
+from verl_rollout_skip.manifest import (
+    CONFIG_HASH,
+    NAME,
+    Manifest,
+    read_manifest,
+    restore_manifest,
+    variant_name,
+    write_manifest,
+)
 from verl_rollout_skip.modes import Mode, OnMismatch, Prompts, Reward
 from verl_rollout_skip.store.locations import join, open_storage
+from verl_rollout_skip.store.storage import HERE
 
 logger = logging.getLogger(__name__)
 
-_HASH_LETTERS = 12
 _SHOWN = 8
 
 
@@ -66,8 +76,10 @@ def open_run(config: DictConfig | Mapping[str, Any], trainer: str | None = None)
     name, fingerprint = run_name(tree), make_fingerprint(tree)
     own = writes = None
     if settings.dump_dir is not None:
-        writes = join(settings.dump_dir, name, fingerprint.config_hash[:_HASH_LETTERS])
+        writes = join(settings.dump_dir, name, variant_name(fingerprint.config_hash))
         own = own_source(writes, fingerprint)
+        if own is None:
+            own = _restored_source(writes, Manifest.make(name, tree, fingerprint, trainer), settings)
     if settings.source:
         given = _from_source(settings, fingerprint)
         is_own = own is not None and own.folder == given.folder
@@ -93,6 +105,30 @@ def own_source(folder: str, fingerprint: Fingerprint) -> Source | None:
             f"it was moved there, or two hashes begin alike.\n{_listed(lines)}\nUse another {BLOCK}.dump_dir."
         )
     return Source(folder, manifest)
+
+
+def _restored_source(folder: str, today: Manifest, settings: SkipConfig) -> Source | None:
+    """Today's own variant without its manifest: usable only if every record proves that it has today's settings."""
+    storage = open_storage(folder)
+    records = [found for found in Entries(storage).records() if not isinstance(found, Unreadable)]
+    if not records:
+        return None
+    restored = restore_manifest(storage, today, records)
+    if restored is None:
+        others = [str(record.key) for record in records if record.info.get(CONFIG_HASH) != today.config_hash]
+        raise ManifestError(
+            f"{storage.where(HERE, NAME)} is missing, and {len(others)} of the {len(records)} entries beside it do not "
+            f"say that they were recorded with today's settings (the first is {others[0]}), so none is used, and "
+            "nothing is recorded among them. Restore it from a copy, or move the folder away, which keeps the entries: "
+            f"{shlex.join(['mv', folder, f'{folder}.without-manifest'])}"
+        )
+    logger.warning(
+        "%s is missing. All %d records beside it prove that they were made with today's settings, so they are used%s",
+        restored.path,
+        len(records),
+        "; the manifest is written again" if settings.mode.writes else "; mode cache writes the manifest again",
+    )
+    return Source(folder, write_manifest(storage, restored) if settings.mode.writes else restored)
 
 
 def resolve_prompts(config: DictConfig, wish: Prompts) -> Prompts:
@@ -160,7 +196,7 @@ def _from_variants(settings: SkipConfig, folder: str, fingerprint: Fingerprint, 
 
 
 def _is_own(variant: str, fingerprint: Fingerprint) -> bool:
-    return variant == fingerprint.config_hash[:_HASH_LETTERS]
+    return variant == variant_name(fingerprint.config_hash)
 
 
 def _source(manifest: Manifest, lines: list[str], fingerprint: Fingerprint, settings: SkipConfig) -> Source:

@@ -139,7 +139,7 @@ def test_verify_lists_what_is_damaged_and_exits_with_1(damaged: Path, capsys: An
     [
         (lambda path: path.write_text(path.read_text().replace("1e-06", "2e-06")), "edited or damaged"),
         (lambda path: path.write_text("{"), "no JSON object"),
-        (lambda path: path.unlink(), "There is no manifest"),
+        (lambda path: path.unlink(), "manifest.json is missing, so no training uses these rollouts"),
     ],
     ids=["edited", "broken", "missing"],
 )
@@ -151,6 +151,33 @@ def test_verify_checks_the_manifest(tmp_path: Path, capsys: Any, spoil: Any, wor
     [problem] = json.loads(capsys.readouterr().out)["problems"]
     assert words in problem["error"]
     assert main(["ls", str(training.dumps)]) == 0, "what is there can still be listed"
+
+
+def test_verify_says_how_to_get_a_missing_manifest_back(tmp_path: Path, capsys: Any) -> None:
+    training = Training(tmp_path)
+    training.record(K1)
+    [variant] = training.variants()
+    (variant / "manifest.json").unlink()
+    assert main(["verify", str(training.dumps)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "start the training again with the settings of the recording and rollout_skip.mode=cache" in shown
+    renamed = variant.rename(variant.with_name("renamed"))
+    assert main(["verify", str(renamed)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"rename the folder back to {variant.name}" in shown
+
+
+def test_verify_names_an_entry_of_another_variant(tmp_path: Path, capsys: Any) -> None:
+    training = Training(tmp_path)
+    training.record(K1, actor_rollout_ref__rollout__temperature=0.7)
+    [other] = training.variants()
+    training.record(K2)
+    [mine] = [variant for variant in training.variants() if variant != other]
+    (other / "step_000001").rename(mine / "step_000001")
+    assert main(["verify", str(mine), "--json"]) == 1
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["step"] == 1
+    assert "was recorded with other settings than the manifest beside it" in problem["error"]
 
 
 def test_verify_names_a_damaged_recording(tmp_path: Path, capsys: Any) -> None:

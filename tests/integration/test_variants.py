@@ -175,13 +175,56 @@ def test_a_folder_that_belongs_to_other_settings_is_never_written_to(training: T
     assert contents(training.dumps) == before
 
 
-def test_entries_without_a_manifest_are_not_used(training: Training) -> None:
-    training.record(K1)
+@pytest.mark.parametrize("mode", ["cache", "replay"])
+def test_a_deleted_manifest_is_restored_where_every_record_proves_the_settings(
+    training: Training, caplog: Any, mode: str
+) -> None:
+    training.record(K1, K2)
     [variant] = training.variants()
+    written = manifest_of(variant)
     (variant / "manifest.json").unlink()
+    before = contents(variant)
+    with training.open(mode) as skip:
+        assert [skip.step(key, inputs_of(key), never).hit for key in (K1, K2)] == [True, True]
+    assert f"{variant}/manifest.json is missing" in caplog.text
+    if mode == "replay":
+        assert contents(variant) == before, "a replay writes nothing"
+        return
+    restored = manifest_of(variant)
+    assert restored["restored_at"] is not None
+    assert {key: restored[key] for key in ("fingerprint", "gpu_layout", "versions")} == {
+        key: written[key] for key in ("fingerprint", "gpu_layout", "versions")
+    }
+    assert {name: contents(variant)[name] for name in before} == before, "no entry is touched"
+
+
+def test_entries_that_do_not_prove_their_settings_are_neither_used_nor_adopted(training: Training) -> None:
+    """Entries of another variant under the name of today's, and no manifest that says so."""
+    training.record(K1, **{TEMPERATURE: 0.7})
+    [other] = training.variants()
+    training.record(K2)
+    [mine] = [variant for variant in training.variants() if variant != other]
+    (other / "step_000001").rename(mine / "step_000001")
+    (mine / "manifest.json").unlink()
+    before = contents(training.dumps)
+    for mode in ("cache", "record", "refresh", "replay", "repeat"):
+        with pytest.raises(ManifestError, match=r"manifest\.json is missing[\s\S]*step 1[\s\S]*Restore it from a copy"):
+            training.open(mode)
+    assert contents(training.dumps) == before
+
+
+def test_an_entry_that_was_moved_in_from_another_variant_is_a_miss(training: Training, caplog: Any) -> None:
+    training.record(K1, **{TEMPERATURE: 0.7})
+    [other] = training.variants()
+    training.record(K2)
+    [mine] = [variant for variant in training.variants() if variant != other]
+    (other / "step_000001").rename(mine / "step_000001")
     with training.open("cache") as skip:
         assert not skip.step(K1, inputs_of(K1), Engine()).hit
-    assert skip.statistics.not_dumped == 1
+        assert skip.step(K2, inputs_of(K2), never).hit
+    assert "was recorded with other settings than the manifest beside it" in caplog.text
+    with training.open("replay") as replay, pytest.raises(MismatchError, match="moved or copied here"):
+        replay.step(K1, inputs_of(K1), never)
 
 
 def test_a_url_works_like_a_folder(training: Training) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from tests.trainings import Engine, Training, inputs_of, never
@@ -104,6 +106,26 @@ def test_the_command_to_go_on_is_printed_only_where_everything_is_in_one_place(
         skip.step(RolloutKey(2), inputs_of(RolloutKey(2)), Engine())
     assert "1 dumped" in caplog.text
     assert caplog.text.count("to go on from here: rollout-skip resume") == 1
+
+
+def test_the_printed_command_can_be_pasted_into_a_shell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    training = Training(tmp_path / "it's a test; $HOME")
+    training.record(RolloutKey(1))
+    [line] = [message for message in caplog.messages if message.startswith("to go on from here: ")]
+    words = shlex.split(line.removeprefix("to go on from here: "))
+    assert words == ["rollout-skip", "resume", manifest_of(training)]
+
+
+def test_the_advice_to_use_a_source_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    training = Training(tmp_path / "it's a test")
+    training.record(RolloutKey(1))
+    manifest = plan_resumption(manifest_of(training), []).manifest
+    with pytest.raises(UnsupportedTrainerError) as caught:
+        _trainer_class(manifest)
+    [word] = shlex.split(str(caught.value).rpartition(" entry point with ")[2])
+    override = OverridesParser.create().parse_override(word)
+    assert (override.key_or_group, override.value()) == ("rollout_skip.source", manifest.path)
 
 
 def record_asynchronously(training: Training) -> Path:

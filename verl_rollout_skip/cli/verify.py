@@ -12,10 +12,8 @@ from verl_rollout_skip.cli.commands import Result
 from verl_rollout_skip.cli.folders import Variant, find_place
 from verl_rollout_skip.cli.text import counted, line, progress
 from verl_rollout_skip.errors import RolloutSkipError
-from verl_rollout_skip.manifest import read_recordings
+from verl_rollout_skip.manifest import CONFIG_HASH, explain_foreign, read_recordings, variant_name
 from verl_rollout_skip.store import names
-
-_NO_MANIFEST = "There is no manifest, so nobody knows from which settings the rollouts come, and no training uses them."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,20 +35,23 @@ def run(parsed: argparse.Namespace) -> Result:
     with progress(parsed.json) as bar:
         for variant in place.variants:
             store = variant.store
-            by_training = False
+            hashes: set[str | None] = set()
             for key in bar.track(place.keys(variant), description=variant.name):
                 try:
                     record = store.verify(key)
                     size += record.bytes
-                    by_training = by_training or "training_hash" in record.info
+                    hashes |= {record.info.get(CONFIG_HASH)} if "training_hash" in record.info else set()
+                    foreign = variant.manifest and explain_foreign(record.info, variant.manifest)
+                    if foreign:
+                        problems.append(_problem(variant, f"{key} {foreign}", key.step, key.gen_batch))
                 except (RolloutSkipError, OSError) as error:
                     problems.append(_problem(variant, str(error), key.step, key.gen_batch))
                 checked += 1
             problems += [_problem(variant, str(error)) for error in read_recordings(variant.storage)[1]]
             if variant.manifest_error is not None:
                 problems.append(_problem(variant, variant.manifest_error))
-            elif variant.manifest is None and by_training:
-                problems.append(_problem(variant, _NO_MANIFEST))
+            elif variant.manifest is None and hashes:
+                problems.append(_problem(variant, _without_manifest(variant, hashes)))
     aside = [where for variant in place.variants for where in set_aside(variant)]
     data = {"ok": not problems, "variants": len(place.variants), "entries": checked, "bytes": size}
     return Result({**data, "problems": problems, "set_aside": aside}, 1 if problems else 0)
@@ -76,6 +77,20 @@ def set_aside(variant: Variant) -> list[str]:
         for folder in folders
         for name in storage.names(folder)
         if ".parquet." in name and name.endswith(".corrupt")
+    )
+
+
+def _without_manifest(variant: Variant, hashes: set[str | None]) -> str:
+    """What is missing, and how to get it back. ``hashes`` are what the records say of the settings."""
+    text = "manifest.json is missing, so no training uses these rollouts. Restore it from a copy"
+    known = [found for found in hashes if found is not None]
+    if len(hashes) != 1 or not known:
+        return f"{text}, or record again: the records do not prove with which settings they were made."
+    name = variant_name(known[0])
+    back = "" if name == variant.name else f"rename the folder back to {name} and "
+    return (
+        f"{text}; or {back}start the training again with the settings of the recording and rollout_skip.mode=cache: it "
+        "writes the manifest again, because every record says with which settings it was made."
     )
 
 

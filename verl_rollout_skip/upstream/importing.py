@@ -22,7 +22,7 @@ from verl_rollout_skip.config import run_name
 from verl_rollout_skip.errors import ConfigError, DumpError, ManifestError, RolloutSkipError
 from verl_rollout_skip.fingerprint import Fingerprint, make_fingerprint
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.manifest import Manifest, check_manifest, write_manifest
+from verl_rollout_skip.manifest import Manifest, check_manifest, variant_name, write_manifest
 from verl_rollout_skip.prompts import SAMPLING, sampling_of
 from verl_rollout_skip.store import codec
 from verl_rollout_skip.store.locations import join, open_storage
@@ -33,7 +33,6 @@ from verl_rollout_skip.upstream.layouts import Dump, Layout
 from verl_rollout_skip.upstream.pickles import DamagedDumpError, UnsafePickleError, shortened
 from verl_rollout_skip.upstream.torch_files import read_dump_file
 
-_HASH_LETTERS = 12
 # No setting of verl has this name, and it comes first in every list of differences.
 _SETTINGS = "(settings)"
 
@@ -86,7 +85,7 @@ class Destination:
             manifest, folder = Manifest.make(name, {}, unknown), destination
         else:
             manifest = Manifest.make(run_name(config), config, make_fingerprint(config))
-            folder = join(destination, manifest.run_name, manifest.config_hash[:_HASH_LETTERS])
+            folder = join(destination, manifest.run_name, variant_name(manifest.config_hash))
         self._manifest, self._config = replace(manifest, versions=known), config
         self._storage = open_storage(folder)
         self.folder = self._storage.where().rstrip("/")
