@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from verl_rollout_skip.errors import ConfigError
+from verl_rollout_skip.misspelled import find_misspelled
 from verl_rollout_skip.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward, choose, suggest
 from verl_rollout_skip.sizes import parse_size
 
@@ -86,6 +87,7 @@ class SkipConfig:
     def from_config(cls, config: DictConfig | Mapping[str, Any]) -> SkipConfig:
         """Read the block ``rollout_skip`` and the two keys that users know; raise ``ConfigError`` on anything wrong."""
         tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+        _refuse_misspelled(tree)
         settings = cls._parse(_merge_old_keys(_block(tree), tree))._beside_source()
         if settings.mode is not Mode.OFF:
             _refuse_upstream(tree)
@@ -233,6 +235,15 @@ def _block(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(block, resolve=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _refuse_misspelled(config: DictConfig) -> None:
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    names = [field.name for field in fields(SkipConfig)]
+    found = find_misspelled(plain, BLOCK, names, [mode.value for mode in Mode])
+    if found:
+        raise ConfigError(f"{found} Nothing would be recorded or replayed by it. Rename it, or remove it.")
 
 
 def _merge_old_keys(block: dict[str, Any], config: DictConfig) -> dict[str, Any]:

@@ -46,6 +46,12 @@ def test_a_loop_that_generates_in_another_way_is_stopped_before_it_trains(traini
     assert "update" not in failed.events
 
 
+def test_a_misspelled_block_is_refused_before_anything_is_made(trainings: Trainings) -> None:
+    with pytest.raises(ConfigError, match=r"rolout_skip is not read by anything: did you mean 'rollout_skip'"):
+        trainings.make(None, "rolout_skip.mode=cache", f"rolout_skip.dump_dir={trainings.dumps}", trainer=SkipTrainer)
+    assert not trainings.dumps.exists()
+
+
 def test_a_loop_that_does_not_even_update_is_stopped_after_its_first_step(trainings: Trainings) -> None:
     class OwnLoop(RolloutSkipMixin, OwnGeneration):
         def _step(self, batch: DataProto) -> None:

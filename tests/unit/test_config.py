@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.verl_configs import compose_ppo
+from tests.verl_configs import compose_ppo, installed_configs
 from verl_rollout_skip.config import SkipConfig, Steps, parse_steps, run_name, take_out_skip_keys
 from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward
@@ -44,6 +44,53 @@ def test_without_the_block_nothing_is_skipped(verl_config: DictConfig) -> None:
     settings = SkipConfig.from_config(verl_config)
     assert settings == SkipConfig()
     assert settings.mode is Mode.OFF
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["+rolout_skip.mode=cache"], "rolout_skip is not read by anything: did you mean 'rollout_skip'"),
+        (["+rollout_skp.mod=cach"], "did you mean 'rollout_skip'"),
+        (["+rollout-skip.dump_dir=/data"], "rollout-skip is not read by anything"),
+        (["+skip_rollout.mode=replay"], "skip_rollout is not read by anything"),
+        (["+RolloutSkip.mode=off"], "RolloutSkip is not read by anything"),
+        (["+trainer.rollout_skip.mode=cache"], "trainer.rollout_skip is not read by anything"),
+        (["+actor_rollout_ref.rollout.rollout_skip.dump_dir=/data"], "at the top level"),
+        (["+rollout_skip.mode=cache", "+rolout_skip.dump_dir=/data"], "It has rolout_skip.dump_dir=/data"),
+        (["+actor_rollout_ref.rollout.skip_rolout=True"], "did you mean actor_rollout_ref.rollout.skip_rollout?"),
+        (["+actor_rollout_ref.rollout.skip_dumpdir=/d"], "did you mean actor_rollout_ref.rollout.skip_dump_dir?"),
+        (["+actor_rollout_ref.skip_rollout=True"], "did you mean actor_rollout_ref.rollout.skip_rollout?"),
+        (["+skip_rollout=True"], "did you mean actor_rollout_ref.rollout.skip_rollout?"),
+    ],
+)
+def test_a_misspelled_block_is_an_error_with_the_nearest_name(overrides: list[str], words: str) -> None:
+    message = refusal(compose_ppo(*overrides))
+    assert words in message
+    assert "Nothing would be recorded or replayed" in message
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"rollout": {"mode": "async", "n": 4, "steps": 3}},
+        {"skip": {"rollout": {"enable": False, "dump_dir": "/d", "steps": [], "action": "cache"}}},
+        {"rollout_stats": {"mode": "cache", "dump_dir": "/d"}},
+        {"rollout_skipper": {"mode": "greedy", "threshold": 0.5, "window": 8}},
+        {"skip_rollouts": False},
+        {"my_cache": {"mode": "cache", "dump_dir": "/d", "steps": "all"}},
+        {"actor_rollout_ref": {"rollout": {"skip_tokenizer_init": True, "skip": {"enable": False}}}},
+    ],
+)
+def test_blocks_of_others_are_left_alone(own: dict[str, Any]) -> None:
+    assert SkipConfig.from_config(OmegaConf.create(own)) == SkipConfig()
+
+
+def test_no_configuration_of_verl_itself_is_taken_for_a_misspelled_one() -> None:
+    files = sorted(installed_configs().parents[1].rglob("*.yaml"))
+    configs = [config for config in map(OmegaConf.load, files) if isinstance(config, DictConfig)]
+    assert len(configs) > 20
+    for config in configs:
+        assert SkipConfig.from_config(config) == SkipConfig()
 
 
 def test_everything_can_be_set_on_the_command_line_of_verl(tmp_path: Path) -> None:
