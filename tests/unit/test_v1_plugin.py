@@ -1,8 +1,11 @@
-"""The plugin that verl loads everywhere: registers late, and lets nothing be skipped silently."""
+"""The plugin that verl loads everywhere: unseen by those who have not asked for it, and never silently inert."""
 
 from __future__ import annotations
 
+import copy
 import importlib
+import importlib.util
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,9 +32,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "names = ['sync']\nif __name__ == '__main__':\n    print('run as a program', names)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    finders = list(sys.meta_path)
     yield tmp_path
-    sys.meta_path[:] = finders
+    plugin._watcher.calls.pop(f"{TRAINERS}.v1", None)
     for name in [name for name in sys.modules if name.startswith(TRAINERS)]:
         del sys.modules[name]
 
@@ -62,6 +64,41 @@ def test_a_module_that_is_imported_already_is_taken_at_once(package: Path) -> No
     assert found == [module]
 
 
+def test_a_module_that_could_not_be_imported_is_noticed_when_it_can_be(package: Path) -> None:
+    found: list[Any] = []
+    plugin.call_after_import(f"{TRAINERS}.v1", lambda module: found.append(module.names))
+    file = package / TRAINERS / "v1.py"
+    works = file.read_text()
+    file.write_text("import something_that_is_not_installed\n")
+    with pytest.raises(ModuleNotFoundError, match="something_that_is_not_installed"):
+        importlib.import_module(f"{TRAINERS}.v1")
+    file.write_text(works)
+    importlib.invalidate_caches()
+    importlib.import_module(f"{TRAINERS}.v1")
+    assert found == [["sync"]]
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_the_spec_of_a_watched_module_can_be_copied_and_pickled(package: Path, is_imported: bool) -> None:
+    plugin.call_after_import(f"{TRAINERS}.v1", lambda module: None)
+    spec = importlib.util.find_spec(f"{TRAINERS}.v1")
+    if is_imported:
+        spec = importlib.import_module(f"{TRAINERS}.v1").__spec__
+    assert spec is not None
+    for same in (copy.copy(spec), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+        assert (same.name, same.origin) == (spec.name, spec.origin)
+        assert same.loader.get_source(spec.name).startswith("names = ['sync']")
+        assert importlib.util.module_from_spec(same).__name__ == spec.name
+
+
+def test_an_imported_module_has_the_loader_that_it_would_have_without_the_plugin(package: Path) -> None:
+    plain = importlib.import_module(TRAINERS).__loader__
+    plugin.call_after_import(f"{TRAINERS}.v1", lambda module: None)
+    loader = importlib.import_module(f"{TRAINERS}.v1").__loader__
+    assert type(loader) is type(plain)
+    assert vars(loader).keys() == vars(plain).keys()
+
+
 def test_a_module_that_is_watched_can_be_looked_up_and_run_as_a_program(package: Path) -> None:
     script = (
         "import runpy, importlib.util\n"
@@ -88,32 +125,80 @@ class Trainer:
         self.config = config
 
 
-@pytest.fixture
-def guarded() -> type:
-    kind = type("PPOTrainerSync", (Trainer,), {"__init__": Trainer.__init__})
-    plugin.guard_trainer(kind)
+def guarded(name: str = "PPOTrainerSync", advise: plugin.Advise = plugin._advise_v1) -> Any:
+    kind = type(name, (Trainer,), {"__init__": Trainer.__init__})
+    plugin.guard_trainer(kind, advise)
     return kind
 
 
-def test_a_trainer_without_recorded_rollouts_refuses_a_configuration_that_asks_for_them(guarded: type) -> None:
+def v0_trainer(name: str = "RayPPOTrainer") -> Any:
+    """What ``verl.trainer.ppo.ray_trainer`` has after it was imported, or a class that is derived from it."""
+    module = SimpleNamespace(RayPPOTrainer=type("RayPPOTrainer", (Trainer,), {"__init__": Trainer.__init__}))
+    plugin.guard_v0(module)
+    return module.RayPPOTrainer if name == "RayPPOTrainer" else type(name, (module.RayPPOTrainer,), {})
+
+
+def test_a_trainer_without_recorded_rollouts_refuses_a_configuration_that_asks_for_them() -> None:
     with pytest.raises(InertError, match=r"mode is 'cache', and PPOTrainerSync knows .*trainer_mode=skip_sync\."):
-        guarded(config=config())
-    with pytest.raises(InertError, match="skip_sync or skip_colocate_async or skip_separate_async"):
-        guarded(config(trainer={"v1": {"trainer_mode": "mine"}}))
-    with pytest.raises(InertError, match="Use recipes/ppo"):
-        guarded(config(trainer={"use_v1": False}))
+        guarded()(config=config())
+    with pytest.raises(InertError, match=r"skip_separate_async, or write class MyTrainer\(RolloutSkipMixin, Mine\)"):
+        guarded("Mine")(config(trainer={"v1": {"trainer_mode": "mine"}}))
+    with pytest.raises(InertError, match="trainer_mode=skip_sync or skip_colocate_async"):
+        guarded()(OmegaConf.create({"rollout_skip": {"mode": "cache", "dump_dir": "/tmp"}}))
 
 
-def test_the_key_that_users_know_is_not_silently_inert_either(guarded: type) -> None:
+@pytest.mark.parametrize("use_v1", [True, False])
+def test_a_v0_recipe_is_advised_to_use_the_mixin_and_no_mode_of_v1(use_v1: bool) -> None:
+    with pytest.raises(InertError, match=r"Use recipes/ppo .*\(RolloutSkipMixin, RayDAPOTrainer\)") as refused:
+        v0_trainer("RayDAPOTrainer")(config(trainer={"use_v1": use_v1}))
+    assert "trainer_mode" not in str(refused.value)
+
+
+def test_the_key_that_users_know_is_not_silently_inert_either() -> None:
     old = {"rollout": {"skip_rollout": True, "skip_dump_dir": "/tmp"}}
     with pytest.raises(InertError, match="nothing would be recorded"):
-        guarded(config(rollout_skip={"mode": "off", "dump_dir": None}, actor_rollout_ref=old))
+        guarded()(config(rollout_skip={"mode": "off", "dump_dir": None}, actor_rollout_ref=old))
+    with pytest.raises(InertError, match="nothing would be recorded"):
+        v0_trainer()(OmegaConf.create({"actor_rollout_ref": old}))
 
 
-def test_other_trainings_and_trainers_with_recorded_rollouts_are_left_alone(guarded: type) -> None:
-    assert guarded(config(rollout_skip={"mode": "off"})).config is not None
-    skipping = type("Skipping", (guarded,), {"rollout_skip": object()})
+def test_other_trainings_and_trainers_with_recorded_rollouts_are_left_alone() -> None:
+    trainer = guarded()
+    assert trainer(config(rollout_skip={"mode": "off"})).config is not None
+    skipping = type("Skipping", (trainer,), {"rollout_skip": object()})
     assert skipping(config=config()).config is not None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        OmegaConf.create({"trainer": {"use_v1": True}}),
+        OmegaConf.create({"trainer": {}}),
+        OmegaConf.create({"actor_rollout_ref": {"rollout": "${somewhere.else}"}}),
+        OmegaConf.create({"actor_rollout_ref": "???"}),
+        {"trainer": {"use_v1": False}},
+        SimpleNamespace(trainer=None),
+        None,
+    ],
+)
+@pytest.mark.parametrize("make", [guarded, v0_trainer])
+def test_who_has_not_asked_for_recorded_rollouts_notices_nothing(make: Any, given: Any) -> None:
+    assert make()(given).config is given
+    assert make()(config=given).config is given
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'config'"):
+        make()()
+
+
+def test_another_verl_can_be_imported() -> None:
+    """Modules of the same names in which nothing is where it is looked for."""
+    for notice in (plugin.offer_trainers, plugin.guard_v0, plugin.guard_fully_async):
+        module = SimpleNamespace()
+        notice(module)
+        assert vars(module) == {}
+    factory = SimpleNamespace(PPOTrainer=lambda config: config, RayPPOTrainer=None)
+    plugin.offer_trainers(factory)
+    plugin.guard_v0(factory)
+    assert factory.PPOTrainer(config()) == config()
 
 
 def test_the_fully_asynchronous_trainer_is_refused_before_ray_starts() -> None:
@@ -124,19 +209,23 @@ def test_the_fully_asynchronous_trainer_is_refused_before_ray_starts() -> None:
         main_ppo.run_ppo(config(async_training={"staleness_threshold": 0.1}), task_runner_class=object)
     assert started == []
     main_ppo.run_ppo(config(), task_runner_class=object)
-    assert len(started) == 1
+    main_ppo.run_ppo(config=SimpleNamespace(), task_runner_class=object)
+    assert len(started) == 2
 
 
 def test_trainers_that_cannot_be_imported_say_so_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.trainer.ppo.v1 import PPOTrainer  # abstract, so that Python has complaints of its own
-
-    registered: dict[str, Any] = {}
-    monkeypatch.setattr(PPOTrainer, "__init__", PPOTrainer.__init__)
-    verl = SimpleNamespace(
-        PPOTrainer=PPOTrainer, register_trainer=lambda name: lambda kind: registered.setdefault(name, kind)
-    )
+    verl = SimpleNamespace(PPOTrainer=None, get_trainer_cls=lambda name: f"the trainer {name}")
+    plugin.offer_trainers(verl)
     monkeypatch.setitem(sys.modules, "verl_rollout_skip.v1.trainers", None)
-    plugin.register_trainers(verl)  # type: ignore[arg-type]
-    assert list(registered) == ["skip_sync", "skip_colocate_async", "skip_separate_async"]
+    assert verl.get_trainer_cls("sync") == "the trainer sync"
     with pytest.raises(ImportError, match=r"trainer_mode=skip_sync cannot be used, because verl_rollout_skip\.v1"):
-        registered["skip_sync"](config=config())
+        verl.get_trainer_cls("skip_sync")
+
+
+def test_importing_the_mixin_does_not_import_verl() -> None:
+    """It could only be half imported for plugins and modules of users, which verl imports."""
+    script = (
+        "import sys, verl_rollout_skip.v1.mixin; print([name for name in sys.modules if name.split('.')[0] == 'verl'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

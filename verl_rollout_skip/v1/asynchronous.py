@@ -11,7 +11,6 @@ from typing import Any
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import NonTensorData, TensorDict
-from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
 
 from verl_rollout_skip.config import BLOCK, SkipConfig
 from verl_rollout_skip.errors import ConfigError, EntryExistsError
@@ -98,6 +97,8 @@ def restored_prompts(forget_trajectories: bool) -> TensorDict | None:
 
 def joined(prepared: dict[str, Any], sampled: dict[str, Any]) -> dict[str, Any]:
     """The metrics of a sample together with those of prompts that were evicted before, while the step was prepared."""
+    from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
+
     if not prepared:
         return dict(sampled)
     metrics = dict(prepared)

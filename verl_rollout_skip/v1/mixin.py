@@ -2,6 +2,9 @@
 
 Prompts are held back until the batch is sampled; then it is known whether they have to be generated at all. The loop,
 the replay buffer and what comes after a sample stay verl's own.
+
+Importing this module does not import verl, whose import loads plugins and modules of the user: those that want this
+mixin would find half of it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from verl_rollout_skip.seams import first_step
 from verl_rollout_skip.store.store import LoadedEntry
 from verl_rollout_skip.v1 import asynchronous, reward, sampled
 from verl_rollout_skip.v1.dataloader import PushBack
-from verl_rollout_skip.v1.engine import NoReplicas, remove_engine, remove_transport
 from verl_rollout_skip.v1.in_flight import InFlight
 from verl_rollout_skip.v1.metrics import of_step
 from verl_rollout_skip.v1.seam import SYNC, base_mode, check_bases
@@ -70,6 +72,8 @@ class RolloutSkipMixin:
         with open_dict(config):
             config.trainer.v1.trainer_mode = mode
         if not self.rollout_skip.settings.starts_engine:
+            from verl_rollout_skip.v1.engine import remove_engine
+
             remove_engine(config, self.rollout_skip.settings.loads_rewards)
         if self.rollout_skip.settings.mode is Mode.REPLAY:
             asynchronous.keep_roles(config)
@@ -275,15 +279,18 @@ class RolloutSkipMixin:
 
     def _setup(self) -> None:
         settings = self.rollout_skip.settings
-        if not settings.starts_engine:
+        if settings.starts_engine:
+            super()._setup()  # type: ignore[misc]
+            if settings.mode.reads and self._is_sync:
+                self._weight_sync = DeferredWeightSync(self.checkpoint_manager)  # type: ignore[attr-defined]
+        else:
+            from verl_rollout_skip.v1.engine import NoReplicas, remove_transport
+
             remove_transport(self.config)  # type: ignore[attr-defined]
-        super()._setup()  # type: ignore[misc]
-        if not settings.starts_engine:
+            super()._setup()  # type: ignore[misc]
             for manager in ("checkpoint_manager", "standalone_checkpoint_manager"):
                 if hasattr(self, manager):
                     setattr(self, manager, NoReplicas())
-        elif settings.mode.reads and self._is_sync:
-            self._weight_sync = DeferredWeightSync(self.checkpoint_manager)  # type: ignore[attr-defined]
 
     def _validate(self) -> dict[str, float]:
         if self._weight_sync is None:

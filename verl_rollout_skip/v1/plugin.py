@@ -1,17 +1,18 @@
 """What verl loads by the entry point ``verl.plugins`` in each of its processes, so it imports next to nothing.
 
-When verl imports its V1 trainers, ours are registered beside them. And when verl makes a trainer that knows nothing of
-recorded rollouts although the configuration asks for them, that is an error instead of a run that skips nothing.
+Trainer modes of this package are looked up when somebody asks for one. And when verl makes a trainer that knows nothing
+of recorded rollouts although the configuration asks for them, that is an error instead of a run that skips nothing. A
+training whose configuration does not ask for them never gets to notice any of it, whatever version of verl it uses.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -21,45 +22,95 @@ MODES = {
     "skip_separate_async": "SkipPPOTrainerSeparateAsync",
 }
 
+# config.py has them too, but is not imported for trainings that have none of them.
+_KEYS = ("rollout_skip", "actor_rollout_ref.rollout.skip_rollout")
 
-def register_trainers(module: ModuleType) -> None:
-    """``verl.trainer.ppo.v1`` was imported: register our trainers, or something that says why it cannot be done."""
-    guard_trainer(module.PPOTrainer)
+Advise = Callable[[str, Any], str]
+"""What to do instead, for the name of a trainer and its configuration."""
+
+
+# The trainers
+
+
+def offer_trainers(module: Any) -> None:
+    """``verl.trainer.ppo.v1`` was imported: let it find our trainers, and guard its own."""
+    guard_trainer(getattr(module, "PPOTrainer", None), _advise_v1)
+    find = getattr(module, "get_trainer_cls", None)
+    if find is None:
+        return
+
+    @functools.wraps(find)
+    def find_or_register(name: str) -> Any:
+        if name in MODES:
+            _register_trainers(name)
+        return find(name)
+
+    for home in (module, sys.modules.get(find.__module__)):
+        if getattr(home, "get_trainer_cls", None) is find:
+            home.get_trainer_cls = find_or_register  # type: ignore[union-attr]
+
+
+def _register_trainers(mode: str) -> None:
     try:
         importlib.import_module("verl_rollout_skip.v1.trainers")
-    except Exception as error:  # verl hides what a plugin raises; whoever asks for one of the modes is to see it
-        for mode in MODES:
-            module.register_trainer(mode)(_broken(module.PPOTrainer, mode, error))
+    except Exception as error:
+        raise ImportError(
+            f"trainer.v1.trainer_mode={mode} cannot be used, because verl_rollout_skip.v1 cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
-def guard_trainer(trainer: Any) -> None:
+# The guards
+
+
+def guard_trainer(trainer: Any, advise: Advise) -> None:
     """Let a trainer of verl refuse a configuration that asks for recorded rollouts, which it knows nothing of."""
-    make = trainer.__init__
+    if not isinstance(trainer, type):
+        return
+    make = trainer.__init__  # type: ignore[misc]
 
     @functools.wraps(make)
     def make_or_refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        config = kwargs["config"] if "config" in kwargs else args[0]
         if not hasattr(self, "rollout_skip"):
-            _refuse_skip(type(self).__name__, config, _advice(config))
+            _refuse_skip(type(self).__name__, _config_of(args, kwargs), advise)
         make(self, *args, **kwargs)
 
-    trainer.__init__ = make_or_refuse
+    trainer.__init__ = make_or_refuse  # type: ignore[misc]
+
+
+def guard_v0(module: Any) -> None:
+    """``verl.trainer.ppo.ray_trainer`` was imported."""
+    guard_trainer(getattr(module, "RayPPOTrainer", None), _advise_v0)
 
 
 def guard_fully_async(module: Any) -> None:
     """The same for ``verl.experimental.fully_async_policy``, whose trainer is made in another process."""
-    run = module.run_ppo
+    run = getattr(module, "run_ppo", None)
+    if run is None:
+        return
 
     @functools.wraps(run)
-    def run_or_refuse(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if config.get("async_training") is not None:
-            _refuse_skip("fully_async_policy", config, "Use trainer.v1.trainer_mode=skip_separate_async instead.")
-        return run(config, *args, **kwargs)
+    def run_or_refuse(*args: Any, **kwargs: Any) -> Any:
+        config = _config_of(args, kwargs)
+        if asks_for_skip(config) and config.get("async_training") is not None:
+            _refuse_skip("fully_async_policy", config, _advise_fully_async)
+        return run(*args, **kwargs)
 
     module.run_ppo = run_or_refuse
 
 
-def _refuse_skip(who: str, config: Any, advice: str) -> None:
+def asks_for_skip(config: Any) -> bool:
+    """Whether a training's configuration names this package at all. Never raises."""
+    from omegaconf import DictConfig, OmegaConf
+
+    return isinstance(config, DictConfig) and any(
+        OmegaConf.select(config, key, throw_on_resolution_failure=False) is not None for key in _KEYS
+    )
+
+
+def _refuse_skip(who: str, config: Any, advise: Advise) -> None:
+    if not asks_for_skip(config):
+        return
     from verl_rollout_skip.config import BLOCK, SkipConfig
     from verl_rollout_skip.errors import InertError
     from verl_rollout_skip.modes import Mode
@@ -68,81 +119,86 @@ def _refuse_skip(who: str, config: Any, advice: str) -> None:
     if mode is not Mode.OFF:
         raise InertError(
             f"{BLOCK}.mode is {mode.value!r}, and {who} knows nothing of recorded rollouts: nothing would be recorded "
-            f"or replayed. {advice}"
+            f"or replayed. {advise(who, config)}"
         )
 
 
-def _advice(config: Any) -> str:
-    if not config.trainer.get("use_v1"):
-        return "Use recipes/ppo or recipes/dapo, or a class of your own with RolloutSkipMixin (README.md)."
-    mode = f"skip_{config.trainer.v1.trainer_mode}"
-    return f"Set trainer.v1.trainer_mode={mode if mode in MODES else ' or '.join(MODES)}."
+def _config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs["config"] if "config" in kwargs else next(iter(args), None)
 
 
-def _broken(trainer: Any, mode: str, error: Exception) -> type:
-    # Before __init__: verl's trainer is abstract, and Python would complain of that instead.
-    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
-        raise ImportError(
-            f"trainer.v1.trainer_mode={mode} cannot be used, because verl_rollout_skip.v1 cannot be imported: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-    return type(MODES[mode], (trainer,), {"__new__": __new__})
+def _advise_v0(who: str, config: Any) -> str:
+    return (
+        f"Use recipes/ppo or recipes/dapo, or a class of your own: class MyTrainer(RolloutSkipMixin, {who}), with "
+        "RolloutSkipMixin of verl_rollout_skip."
+    )
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module as soon as that is imported, whoever imports it."""
+def _advise_v1(who: str, config: Any) -> str:
+    from omegaconf import OmegaConf
 
-    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._call = call
-        self._is_looking = False
+    mode = f"skip_{OmegaConf.select(config, 'trainer.v1.trainer_mode')}"
+    if mode in MODES:
+        return f"Set trainer.v1.trainer_mode={mode}."
+    return (
+        f"Set trainer.v1.trainer_mode={' or '.join(MODES)}, or write class MyTrainer(RolloutSkipMixin, {who}), with "
+        "RolloutSkipMixin of verl_rollout_skip.v1."
+    )
+
+
+def _advise_fully_async(who: str, config: Any) -> str:
+    return "Use trainer.v1.trainer_mode=skip_separate_async instead."
+
+
+# Noticing an import
+
+
+class _Watcher:
+    """A finder that finds nothing itself: it has functions called with a module as soon as that is imported."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Callable[[Any], None]]] = {}
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name or self._is_looking:
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.calls or self not in sys.meta_path:
             return None
-        self._is_looking = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._is_looking = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._imported)
-        return spec
-
-    def _imported(self, module: ModuleType) -> None:
-        sys.meta_path.remove(self)
-        self._call(module)
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                return _watched(spec)
+        return None
 
 
-class _Loader(importlib.abc.Loader):
-    """Python's own loader, which tells when it is done. ``python -m`` and tools ask it for more than to load."""
-
-    def __init__(self, loader: Any, imported: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._imported = imported
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._imported(module)
+def _watched(spec: ModuleSpec) -> ModuleSpec:
+    if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
+        loader: Any = copy.copy(spec.loader)  # another module may have the same one
+        loader.exec_module = functools.partial(_exec_module, loader)
+        spec.loader = loader
+    return spec
 
 
-def call_after_import(name: str, call: Callable[[ModuleType], None]) -> None:
+def _exec_module(loader: Any, module: ModuleType) -> None:
+    del loader.exec_module  # what is left is Python's own loader
+    loader.exec_module(module)
+    for call in _watcher.calls.pop(module.__name__, []):
+        call(module)
+
+
+_watcher = _Watcher()
+
+
+def call_after_import(name: str, call: Callable[[Any], None]) -> None:
     """Call a function with a module, now or when it is imported."""
     if name in sys.modules:
         call(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, call))
+        return
+    if _watcher not in sys.meta_path:
+        sys.meta_path.insert(0, _watcher)
+    _watcher.calls.setdefault(name, []).append(call)
 
 
-call_after_import("verl.trainer.ppo.v1", register_trainers)
-call_after_import("verl.trainer.ppo.ray_trainer", lambda module: guard_trainer(module.RayPPOTrainer))
+call_after_import("verl.trainer.ppo.v1", offer_trainers)
+call_after_import("verl.trainer.ppo.ray_trainer", guard_v0)
 call_after_import("verl.trainer.main_ppo", guard_fully_async)

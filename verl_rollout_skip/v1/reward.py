@@ -7,7 +7,7 @@ the sample; then recorded rewards are only taken out of its way here.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -15,12 +15,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
-from verl import DataProto
 
 from verl_rollout_skip.config import BLOCK, SkipConfig
 from verl_rollout_skip.errors import ConfigError, UnsupportedBatchError
 from verl_rollout_skip.modes import Reward
 from verl_rollout_skip.v1.sampled import INDEX, SESSION, stack
+
+if TYPE_CHECKING:
+    from verl import DataProto
 
 SCORES, EXTRA_FIELDS, EXTRAS = "rm_scores", "extra_fields", "reward_extra_info"
 # Among the metrics of an agent loop: how long its reward function took.
@@ -110,6 +112,8 @@ class _Rows:
 
     def of(self, session: list[int]) -> DataProto:
         """One session, as ``AgentLoopWorker._compute_score`` sends it to be scored."""
+        from verl import DataProto
+
         tokens = {name: [self.column(name)[row] for row in session] for name in ("prompts", "responses", "input_ids")}
         tokens["position_ids"] = [self.column("position_ids")[row] for row in session]
         tokens["attention_mask"] = [torch.ones_like(ids) for ids in tokens["input_ids"]]
