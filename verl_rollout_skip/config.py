@@ -87,7 +87,7 @@ class SkipConfig:
     def from_config(cls, config: DictConfig | Mapping[str, Any]) -> SkipConfig:
         """Read the block ``rollout_skip`` and the two keys that users know; raise ``ConfigError`` on anything wrong."""
         tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-        _refuse_misspelled(tree)
+        refuse_misspelled(tree)
         settings = cls._parse(_merge_old_keys(_block(tree), tree))._beside_source()
         if settings.mode is not Mode.OFF:
             _refuse_upstream(tree)
@@ -237,7 +237,8 @@ def _block(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _refuse_misspelled(config: DictConfig) -> None:
+def refuse_misspelled(config: DictConfig) -> None:
+    """Raise if settings of this package stand under a name that nothing reads."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
     names = [field.name for field in fields(SkipConfig)]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from verl_rollout_skip.errors import InertError
+from verl_rollout_skip.errors import ConfigError, InertError
 from verl_rollout_skip.v1 import plugin
 
 TRAINERS = "trainers_of_a_test"
@@ -160,6 +160,13 @@ def test_the_key_that_users_know_is_not_silently_inert_either() -> None:
         guarded()(config(rollout_skip={"mode": "off", "dump_dir": None}, actor_rollout_ref=old))
     with pytest.raises(InertError, match="nothing would be recorded"):
         v0_trainer()(OmegaConf.create({"actor_rollout_ref": old}))
+
+
+def test_a_misspelled_block_is_not_silently_inert_either() -> None:
+    asked = OmegaConf.create({"trainer": {}, "rolout_skip": {"mode": "cache", "dump_dir": "/tmp"}})
+    for make in (guarded, v0_trainer):
+        with pytest.raises(ConfigError, match="rolout_skip is not read by anything: did you mean 'rollout_skip'"):
+            make()(asked)
 
 
 def test_other_trainings_and_trainers_with_recorded_rollouts_are_left_alone() -> None:

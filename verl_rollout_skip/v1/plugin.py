@@ -109,12 +109,16 @@ def asks_for_skip(config: Any) -> bool:
 
 
 def _refuse_skip(who: str, config: Any, advise: Advise) -> None:
-    if not asks_for_skip(config):
-        return
-    from verl_rollout_skip.config import BLOCK, SkipConfig
+    from omegaconf import DictConfig
+
+    from verl_rollout_skip.config import BLOCK, SkipConfig, refuse_misspelled
     from verl_rollout_skip.errors import InertError
     from verl_rollout_skip.modes import Mode
 
+    if isinstance(config, DictConfig):
+        refuse_misspelled(config)
+    if not asks_for_skip(config):
+        return
     mode = SkipConfig.from_config(config).mode
     if mode is not Mode.OFF:
         raise InertError(
