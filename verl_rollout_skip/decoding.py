@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 256 << 20
 _FAST, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_NOT_INSTALLED = "is not installed (pip install {})"
 
 
 @dataclass(frozen=True)
@@ -40,39 +42,29 @@ class TextDecoder:
         return self._decode([int(token) for token in tokens], skip_special_tokens)
 
 
-def find_decoder(folder: str, manifest: Manifest | None, given: str | None = None) -> TextDecoder | None:
-    """The decoder for the entries of a variant folder, None if there is none. One that was given must work."""
+def find_decoder(folder: str, manifest: Manifest | None, given: str | None = None) -> tuple[TextDecoder | None, str]:
+    """The decoder for the entries of a variant folder, or None and why. One that was given must work."""
     if given is not None:
-        return _given_decoder(given)
-    decoder, problems = _first_decoder(folder, manifest)
-    for problem in problems:
-        logger.warning("%s", problem)
-    return decoder
-
-
-def need_decoder(folder: str, manifest: Manifest | None, given: str | None = None) -> TextDecoder:
-    """The same where nothing can be done without one: none is an error that says why."""
-    if given is not None:
-        return _given_decoder(given)
-    decoder, problems = _first_decoder(folder, manifest)
-    if decoder is None:
-        why = " ".join(problems) or f"There is no tokenizer in {folder} to make text with."
-        raise StoreError(f"{why} Give one with --tokenizer DIR.")
-    return decoder
-
-
-def _first_decoder(folder: str, manifest: Manifest | None) -> tuple[TextDecoder | None, list[str]]:
-    """The first one that can be used, and what is wrong with those before it."""
+        return _given_decoder(given), ""
     problems = []
     for place in _places(folder, manifest):
         try:
             decoder = _open_decoder(place)
         except Exception as error:  # whatever is wrong with one tokenizer, another one may do
-            problems.append(f"The tokenizer in {place} cannot be used: {error}.")
+            problems.append(f"The tokenizer in {place} cannot be used: {str(error).rstrip('.')}.")
+            logger.warning("%s", problems[-1])
             continue
         if decoder is not None:
-            return decoder, problems
-    return None, problems
+            return decoder, ""
+    return None, " ".join(problems) or f"There is no tokenizer in {folder}."
+
+
+def need_decoder(folder: str, manifest: Manifest | None, given: str | None = None) -> TextDecoder:
+    """The same where nothing can be done without one: none is an error that says why."""
+    decoder, why = find_decoder(folder, manifest, given)
+    if decoder is None:
+        raise StoreError(f"{why} Give one with --tokenizer DIR.")
+    return decoder
 
 
 def _given_decoder(folder: str) -> TextDecoder:
@@ -110,13 +102,18 @@ def _plain_tokenizer(storage: Storage, names: set[str]) -> Any:
     """The tokenizer in ``tokenizer.json``, unless the files beside it change what its tokens mean."""
     try:
         from tokenizers import Tokenizer
-    except ImportError:
-        return None
+    except ImportError as error:
+        raise StoreError(f"the package tokenizers, which reads it, {_NOT_INSTALLED.format('tokenizers')}") from error
     tokenizer: Any = Tokenizer.from_buffer(bytes(storage.read(HERE, _FAST, _MAX_BYTES)))
     config = json.loads(storage.read(HERE, _CONFIG, _MAX_BYTES)) if _CONFIG in names else {}
     added = config.get("added_tokens_decoder") or {}
-    unknown = [token for token in added if tokenizer.id_to_token(int(token)) is None]
-    return None if unknown or config.get("clean_up_tokenization_spaces") else tokenizer
+    if any(tokenizer.id_to_token(int(token)) is None for token in added):
+        return None
+    # transformers 4 takes spaces out of any text then, transformers 5 not out of what byte-pair encoding wrote.
+    if config.get("clean_up_tokenization_spaces"):
+        is_bpe = type(tokenizer.model).__name__ == "BPE"
+        return tokenizer if is_bpe and find_spec("transformers") is None else None
+    return tokenizer
 
 
 def _full_decoder(storage: Storage, names: set[str]) -> TextDecoder:
@@ -124,7 +121,10 @@ def _full_decoder(storage: Storage, names: set[str]) -> TextDecoder:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise StoreError("It needs the package transformers, which is not installed.") from error
+        raise StoreError(
+            f"it is more than a plain {_FAST}, and the package transformers, which reads such ones, "
+            f"{_NOT_INSTALLED.format('transformers')}"
+        ) from error
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             Path(folder, name).write_bytes(storage.read(HERE, name, _MAX_BYTES))

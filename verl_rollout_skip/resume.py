@@ -8,9 +8,11 @@ the content of model and data, not their paths.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -49,6 +51,16 @@ def plan_resumption(path: str, overrides: Sequence[str]) -> Resumption:
     with open_dict(config):
         config[BLOCK] = {**_way_on(manifest, config), **recorded, **(config.get(BLOCK) or {})}
     return Resumption(manifest, config, remapped)
+
+
+def check_environment() -> None:
+    """Raise where no training can run, such as on a laptop where recordings are only looked at."""
+    missing = [name for name in ("verl", "ray") if find_spec(name) is None]
+    if missing:
+        raise UnsupportedTrainerError(
+            f"Resuming a training needs {' and '.join(missing)}, not installed here ({sys.executable}). Run it in the "
+            "environment that the training ran in. All other commands work without."
+        )
 
 
 def run_resumption(resumption: Resumption) -> None:

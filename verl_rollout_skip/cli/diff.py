@@ -131,7 +131,7 @@ class _Decoders:
 
     def __init__(self, one: Variant, two: Variant, given: str | None) -> None:
         self._variants, self._given = (one, two), given
-        self._found: list[TextDecoder | None] | None = None
+        self._found: list[tuple[TextDecoder | None, str]] | None = None
 
     def context(self, first: FirstDifference) -> dict[str, Any]:
         """Both responses around the first differing token: ids, and text if there are tokenizers."""
@@ -139,14 +139,15 @@ class _Decoders:
             self._found = [find_decoder(v.path, v.manifest, self._given) for v in self._variants]
         start = max(first.token - _BEFORE, 0)
         shown: dict[str, Any] = {"row_a": first.row_a, "row_b": first.row_b, "token": first.token}
-        for side, response, decoder in zip("ab", (first.response_a, first.response_b), self._found, strict=True):
+        for side, response, found in zip("ab", (first.response_a, first.response_b), self._found, strict=True):
+            decoder, why = found
             before, after = response[start : first.token], response[first.token : first.token + _AFTER]
             ends = first.token + _AFTER >= len(response)
             shown[f"tokens_{side}"] = {"before": list(before), "after": list(after), "begins": start == 0, "ends": ends}
             text = None
             if decoder is not None:
                 text = {"before": decoder.text(before), "after": decoder.text(after)}
-            shown[f"text_{side}"] = text
+            shown[f"text_{side}"], shown[f"no_tokenizer_{side}"] = text, why or None
         return shown
 
 
@@ -185,6 +186,8 @@ def _render_steps(console: Console, pair: dict[str, Any]) -> None:
     differing = [step for step in pair["steps"] if not step["same"]]
     for step in differing[:_EXPLAINED]:
         _render_details(console, step)
+    for why in _no_tokenizer(differing[:_EXPLAINED]):
+        line(console, f"Token ids instead of text: {why} Give one with --tokenizer DIR.")
     if len(differing) > _EXPLAINED:
         line(console, f"{len(differing) - _EXPLAINED} more steps differ: --steps explains those that you name")
     console.print()
@@ -245,6 +248,13 @@ def _render_details(console: Console, step: dict[str, Any]) -> None:
     )
     for side in ("a", "b"):
         line(console, f"  {side}: {_context(first[f'tokens_{side}'], first[f'text_{side}'])}")
+
+
+def _no_tokenizer(steps: list[dict[str, Any]]) -> list[str]:
+    """Why responses are shown as token ids, each reason once."""
+    shown = [step["responses"]["first"] for step in steps if step["responses"] is not None]
+    whys = [first[f"no_tokenizer_{side}"] for first in shown if first is not None for side in "ab"]
+    return list(dict.fromkeys(why for why in whys if why is not None))
 
 
 def _context(tokens: dict[str, Any], text: dict[str, Any] | None) -> str:

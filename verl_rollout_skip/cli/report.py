@@ -62,6 +62,7 @@ def run(parsed: argparse.Namespace) -> Result:
         "bytes": size,
         "entries": len(report.entries),
         **vars(report.counted),
+        "no_tokenizer": report.head["no_tokenizer"],
         "left_out": report.left_out,
         "problems": report.head["problems"],
         "broken": broken,
@@ -72,6 +73,8 @@ def run(parsed: argparse.Namespace) -> Result:
 def render(console: Console, data: dict[str, Any]) -> None:
     said = f"{data['entries']:,} rollout steps, {data['shown_responses']:,} of {data['rows']:,} responses with text"
     line(console, f"{data['output']}: {said}, {format_size(data['bytes'])}")
+    if data["no_tokenizer"]:
+        line(console, f"Token ids instead of text: {data['no_tokenizer']} Give one with --tokenizer DIR.")
     for text in data["left_out"]:
         line(console, text)
     for text in [*data["problems"], *(bad["error"] for bad in data["broken"])]:

@@ -36,10 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> Result:
     from verl_rollout_skip.entries import describe_steps
     from verl_rollout_skip.messages import show_messages
-    from verl_rollout_skip.resume import plan_resumption, run_resumption
+    from verl_rollout_skip.resume import check_environment, plan_resumption, run_resumption
 
     show_messages()
     resumption = plan_resumption(parsed.manifest, parsed.overrides)
+    check_environment()
     # Imported late: torch takes seconds, and a wrong path should not.
     from verl_rollout_skip.rollout import RolloutSkip
     from verl_rollout_skip.store.store import RolloutStore

@@ -47,11 +47,11 @@ def run(parsed: argparse.Namespace) -> Result:
     if row is not None and not 0 <= row < entry.record.rows:
         raise EntryNotFoundError(f"{key} has rows 0 to {entry.record.rows - 1}, not {row}.")
     rows = range(min(entry.record.rows, _SAMPLES)) if row is None else [row]
-    decoder = find_decoder(variant.path, variant.manifest, parsed.tokenizer)
+    decoder, no_text = find_decoder(variant.path, variant.manifest, parsed.tokenizer)
     samples = [_sample(trajectory, decoder) for trajectory in read_trajectories(entry, rows)]
     source = None if decoder is None else decoder.source
-    record = asdict(entry.record)
-    return Result({"path": variant.path, "tokenizer": source, "record": record, "samples": samples})
+    data = {"path": variant.path, "tokenizer": source, "no_tokenizer": no_text or None}
+    return Result({**data, "record": asdict(entry.record), "samples": samples})
 
 
 def render(console: Console, data: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def render(console: Console, data: dict[str, Any]) -> None:
             if sample[name] is not None:
                 line(console, f"{name}: {_readable(sample[name])}")
     if data["tokenizer"] is None and data["samples"]:
-        line(console, "\nToken ids, because no tokenizer was found: give one with --tokenizer DIR.")
+        line(console, f"\nToken ids instead of text: {data['no_tokenizer']} Give one with --tokenizer DIR.")
 
 
 def _key(place: Place, variant: Variant, step: int | None, gen_batch: int | None) -> RolloutKey:

@@ -62,7 +62,7 @@ class OpenVariant:
         parts = where.split("/")
         facts = [] if manifest is None else [[name, _setting(manifest, key)] for name, key in _FACTS.items()]
         facts += [] if manifest is None else [["layout", _layout(manifest)], ["verl", manifest.versions.get("verl")]]
-        facts.append(["tokenizer", self.texts.source or "none found: token ids are shown"])
+        facts.append(["tokenizer", self.texts.source or f"none, token ids are shown: {self.texts.no_tokenizer}"])
         return {
             "run": parts[-2] if manifest is None and len(parts) > 1 else manifest.run_name if manifest else where,
             "variant": parts[-1],
@@ -72,6 +72,7 @@ class OpenVariant:
             "made_by": f"verl-rollout-skip {__version__}",
             "facts": [[name, str(value)] for name, value in facts if value is not None],
             "has_tokenizer": self.texts.source is not None,
+            "no_tokenizer": self.texts.no_tokenizer,
             "problems": [] if self.manifest_error is None else [self.manifest_error],
             "sampling": {"seed": sampling.seed, "responses": sampling.responses, "tokens": sampling.tokens},
         }

@@ -50,10 +50,13 @@ class Piece:
 
 
 class TokenTexts:
-    """From token ids to pieces. ``source`` says where the tokenizer came from; without one, ids stay numbers."""
+    """From token ids to pieces. ``source`` says where the tokenizer came from; without one, ids stay numbers, and
+    ``no_tokenizer`` says why."""
 
-    def __init__(self, tokenizer: Tokenizer | None = None, source: str | None = None) -> None:
-        self.source = source
+    def __init__(
+        self, tokenizer: Tokenizer | None = None, source: str | None = None, no_tokenizer: str | None = None
+    ) -> None:
+        self.source, self.no_tokenizer = source, no_tokenizer
         self._known: dict[int, Piece | bytes] = {}
         self._tokenizer = tokenizer
         if tokenizer is not None:
@@ -93,12 +96,13 @@ class TokenTexts:
 
 def find_token_texts(folder: str, manifest: Manifest | None, given: str | None = None) -> TokenTexts:
     """With the tokenizer that ``find_decoder`` finds for a variant folder; without one, token ids stay numbers."""
-    decoder = find_decoder(folder, manifest, given)
+    decoder, why = find_decoder(folder, manifest, given)
     if decoder is None:
-        return TokenTexts()
+        return TokenTexts(no_tokenizer=why)
     if decoder.tokenizer is None:
-        logger.warning("The tokenizer in %s gives no single tokens: save it as tokenizer.json.", decoder.source)
-        return TokenTexts()
+        why = f"The tokenizer in {decoder.source} gives no single tokens: save it as tokenizer.json."
+        logger.warning("%s", why)
+        return TokenTexts(no_tokenizer=why)
     return TokenTexts(decoder.tokenizer, decoder.source)
 
 
