@@ -2,15 +2,16 @@ VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
+TESTS ?= tests
 PYTEST_ARGS ?=
-# How many tests run at once. An end-to-end test takes a core and up to 5 GB.
+# How many tests run at once. A training takes a core and up to 5 GB.
 WORKERS ?= 2
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-check
-# The tests of a file share what they have recorded. In the order of the folders the long ones come first.
+# The tests of a file share their recordings. In folder order the long files come first.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The stamp's name holds a checksum of what is installed: another setup.cfg is another stamp.
@@ -18,7 +19,7 @@ STAMP := $(VENV)/.ready-$(shell (cat setup.cfg; echo '$(TORCH)') | cksum | cut -
 DOCS_STAMP := $(STAMP)-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-unit test-integration test-e2e test-versions lint format bench bench-store bench-trainings demo tour docs clean
+.PHONY: help setup browser test test-all test-rest test-versions lint format bench bench-store bench-trainings demo tour docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | \
@@ -50,21 +51,18 @@ $(DOCS_STAMP): $(STAMP)
 	@$(PIP_INSTALL) '$(TORCH)' -e '.[docs]'
 	@touch $@
 
-test: setup browser ## run all tests (PYTEST_ARGS='-k name -x')
-	$(PYTEST) tests $(PYTEST_ARGS)
+test: setup ## run the quick tests before every commit (TESTS=tests/unit PYTEST_ARGS='-k name -x')
+	$(PYTEST) -m 'not slow' $(TESTS) $(PYTEST_ARGS)
 
-test-unit: setup ## run the unit tests
-	$(PYTEST) tests/unit $(PYTEST_ARGS)
+test-all: setup browser ## run every test at full depth: all trainings, fault storms, fuzzing, browser, documents
+	$(PYTEST) --hypothesis-profile=full $(TESTS) $(PYTEST_ARGS)
 
-test-integration: setup browser ## run the integration tests
-	$(PYTEST) tests/integration $(PYTEST_ARGS)
-
-test-e2e: setup ## run the end-to-end tests: real trainings on CPU
-	$(PYTEST) tests/e2e $(PYTEST_ARGS)
+test-rest: setup browser ## run what test-all adds to test
+	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile=full $(TESTS) $(PYTEST_ARGS)
 
 # Older versions of verl have an environment each. numpy 2, pyarrow 22 and transformers 5 came after them.
 VERSIONS ?= 0.8.0 0.7.1 0.6.1
-OLD := 'numpy<2' 'pyarrow<22' 'transformers<5' cachetools fastapi openai uvicorn pytest pytest-mock pytest-timeout psutil
+OLD := 'numpy<2' 'pyarrow<22' 'transformers<5' cachetools fastapi openai uvicorn hypothesis pytest pytest-mock pytest-timeout psutil
 
 .PRECIOUS: .venv-verl-%/.ready
 .venv-verl-%/.ready: setup.cfg

@@ -7,11 +7,20 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch, verl and datasets are imported: the tests run on a shared machine and never reach for the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# How many examples a property test tries: few in make test, many in make test-all (--hypothesis-profile=full).
+_PROFILE = settings(
+    deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.register_profile("quick", _PROFILE, max_examples=50)
+settings.register_profile("full", _PROFILE, max_examples=500)
+settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(1200))
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

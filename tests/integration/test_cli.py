@@ -397,6 +397,7 @@ def test_ls_needs_no_torch(recorded: Training) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_ls_of_ten_thousand_entries_opens_no_parquet_file(tmp_path: Path) -> None:
     """The Parquet files have their size and no content, and every file that is opened is counted."""
     with RolloutStore(tmp_path / "one") as store:

@@ -92,7 +92,6 @@ def test_the_layout_never_decides(training: str) -> None:
     assert [key for key in leaves(training) if LAYOUT.search(key) and rule_for(key).effect is not Effect.NEITHER] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("training", ["V0", "V1"])
 def test_changing_a_leaf_changes_what_the_list_says_and_nothing_else(training: str) -> None:
     tree = plain(compose_ppo(*TRAININGS[training]))

@@ -51,7 +51,7 @@ METADATA = b"rollout_skip"
 MAX_LOAD_BYTES = 200_000_000
 # pyarrow and Python need some of their own around what is decoded.
 MEMORY_SLACK = 400_000_000
-FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "24"))
+FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
 
 
 def padded_rollout() -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ CACHE = Path(sys.prefix) / "verl-wheels"
 LAYOUT = re.compile(r"parallel_size|offload|nnodes|n_gpus_per_node|gpu_memory_utilization|micro_batch_size|fsdp_size")
 NOT_FILES = ("resume_from_path", "record_file", "replay_file")
 
-pytestmark = pytest.mark.parametrize("version", VERSIONS)
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("version", VERSIONS)]
 
 
 @functools.cache

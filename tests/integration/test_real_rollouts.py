@@ -298,7 +298,6 @@ def finish_trajectories(uids: list[str], experts: bool = False) -> list[str]:
     return [f"{uid}_{session}_0" for session in range(2) for uid in uids]
 
 
-@pytest.mark.slow
 def test_trajectories_of_v1_come_back_from_transfer_queue(tmp_path: Path, transfer_queue: Any) -> None:
     keys = finish_trajectories(["a", "b", "c"], experts=True)
     batch = transfer_queue.kv_batch_get(keys=keys, partition_id="train")
@@ -308,7 +307,6 @@ def test_trajectories_of_v1_come_back_from_transfer_queue(tmp_path: Path, transf
     assert_store_returns(tmp_path, batch)
 
 
-@pytest.mark.slow
 def test_recorded_trajectories_can_be_put_into_transfer_queue_again(tmp_path: Path, transfer_queue: Any) -> None:
     keys = finish_trajectories(["d", "e"])
     recorded = transfer_queue.kv_batch_get(keys=keys, partition_id="train")
@@ -332,7 +330,6 @@ def put_fields(queue: Any, partition: str, rows: list[dict[str, Any]]) -> Tensor
     return batch
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[5, 9, 7], [6, 6, 6]], ids=["ragged", "equal"])
 def test_position_ids_of_vision_models_come_back_from_transfer_queue(
     tmp_path: Path, transfer_queue: Any, lengths: list[int]
@@ -357,7 +354,6 @@ def test_position_ids_of_vision_models_come_back_from_transfer_queue(
         assert torch.equal(row["position_ids"], position)
 
 
-@pytest.mark.slow
 def test_fields_that_transfer_queue_cannot_make_jagged_come_back(tmp_path: Path, transfer_queue: Any) -> None:
     rows = [
         {

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["recipes/ppo/run_grpo_qwen3_8b.sh", "recipes/dapo/run_dapo_qwen2.5_32b.sh"]
 

@@ -447,6 +447,7 @@ def test_a_forked_child_can_go_on_with_the_store_it_inherited(place: Place, fork
     store.close()
 
 
+@pytest.mark.slow
 def test_listings_of_many_entries_are_complete(s3: Place) -> None:
     """S3 lists a thousand names a page, and here are more."""
     batches = {s3.path(f"gen_{gen_batch:03d}.parquet"): b"x" for gen_batch in range(1010)}

@@ -21,6 +21,8 @@ from tests.browser import Browser, Page
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.report import Sampling, build_report, write_report
 
+pytestmark = pytest.mark.slow
+
 HUGE = "HUGE" * 5000
 OWN = "window.owned=1"
 

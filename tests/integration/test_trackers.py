@@ -62,6 +62,7 @@ def test_tensorboard_shows_a_few_rows_as_text(tmp_path: Path, monkeypatch: pytes
     assert HOSTILE in html.unescape(text)
 
 
+@pytest.mark.slow
 def test_wandb_gets_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 

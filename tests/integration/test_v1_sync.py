@@ -282,6 +282,7 @@ def test_prompts_that_a_sampler_keeps_are_replayed_and_never_lost_in_cache(train
         trainings.train("cache", kind=Keeping)
 
 
+@pytest.mark.slow
 def test_fifty_loaded_steps_leave_transfer_queue_as_clean_as_fifty_generated_ones(trainings: Trainings) -> None:
     class Watched(SyncTrainer):
         def on_step_begin(self) -> None:

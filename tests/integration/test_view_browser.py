@@ -16,6 +16,8 @@ from tests.browser import Browser
 from tests.integration.conftest import ROOT
 from verl_rollout_skip import RolloutKey, RolloutStore
 
+pytestmark = pytest.mark.slow
+
 STEPS = "document.querySelectorAll('#steps tbody tr').length"
 
 

@@ -21,6 +21,8 @@ from tests.zygote.server import check_forkable
 
 Run = Callable[..., zygote.Process]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True, scope="module")
 def own_zygotes() -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
@@ -22,15 +22,6 @@ from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 from tests.batches import assert_comes_back, objects
 from verl_rollout_skip.store import encoder, padding
 from verl_rollout_skip.store.dtypes import TORCH_DTYPES
-
-settings.register_profile(
-    "codec",
-    deadline=None,
-    max_examples=150,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    database=None,
-)
-settings.load_profile("codec")
 
 FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn"]
 NUMPY_CODES = ["?", "b", "B", "<i2", ">i4", "<i8", "<u8", "<f2", ">f4", "<f8", "<c8", ">c16", "<M8[ns]", "<m8[25s]"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -69,7 +69,6 @@ def test_whole_numbers_are_the_same_setting_however_they_are_written() -> None:
         assert flat_hash({"k": old}) == flat_hash({"k": new})
 
 
-@settings(max_examples=300, deadline=None)
 @given(VALUES, VALUES)
 def test_the_hashes_differ_exactly_if_a_difference_is_shown(old: Any, new: Any) -> None:
     assert (flat_hash({"k": old}) == flat_hash({"k": new})) == (difference({"k": old}, {"k": new}) == [])

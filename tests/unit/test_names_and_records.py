@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batches import rollout_output
@@ -128,7 +128,6 @@ def test_a_record_comes_back_as_it_was(record: EntryRecord) -> None:
     assert parse_record(record_bytes(record), record.key) == record
 
 
-@settings(max_examples=60)
 @given(key=KEYS, info=st.dictionaries(st.text(), JSON, max_size=4))
 def test_any_record_comes_back_as_it_was(record: EntryRecord, key: RolloutKey, info: dict[str, object]) -> None:
     written = replace(record, key=key, info=info)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -32,7 +32,6 @@ def test_the_pieces_of_any_text_joined_are_the_text(text: str) -> None:
     assert [token for piece in pieces for token in piece.tokens] == ids
 
 
-@settings(max_examples=300)
 @given(st.lists(st.integers(0, TOKENIZER.get_vocab_size() + 3), max_size=40))
 def test_no_token_is_lost_and_valid_text_is_what_the_tokenizer_decodes(ids: list[int]) -> None:
     pieces = TEXTS.pieces(ids)
@@ -42,7 +41,6 @@ def test_no_token_is_lost_and_valid_text_is_what_the_tokenizer_decodes(ids: list
         assert "".join(piece.text for piece in pieces) == TOKENIZER.decode(ids, skip_special_tokens=False)
 
 
-@settings(max_examples=300)
 @given(st.binary(max_size=30))
 def test_bytes_that_are_no_text_are_spelt_out(data: bytes) -> None:
     pieces = TEXTS.pieces([token_of_byte(TOKENIZER, byte) for byte in data])
