@@ -146,11 +146,16 @@ class SkipConfig:
 _RUN_NAME = re.compile(r".+_TrainGBS\d+__InferGBS\d+__N\d+")
 
 
+def is_run_name(folder: str) -> bool:
+    """Whether a folder is named as run folders are."""
+    return _RUN_NAME.fullmatch(folder) is not None
+
+
 def dump_dir_of(source: str) -> str:
     """The dump_dir that a manifest or variant folder is in; raise if it is elsewhere."""
     dump_dir, _, rest = source.removesuffix("/").removesuffix("/manifest.json").rpartition("/")
     dump_dir, _, run = dump_dir.rpartition("/")
-    if not dump_dir.strip("/") or dump_dir.endswith(":/") or not _RUN_NAME.fullmatch(run):
+    if not dump_dir.strip("/") or dump_dir.endswith(":/") or not is_run_name(run):
         raise ConfigError(
             f"{source} does not stand in DUMP_DIR/RUN/{rest}, with a run folder as trainings name it (…_TrainGBS8__"
             f"InferGBS8__N4), so there is no place beside it for new rollouts. Set {BLOCK}.dump_dir."
@@ -159,10 +164,10 @@ def dump_dir_of(source: str) -> str:
 
 
 def argument(key: str, value: str) -> str:
-    """A setting of this package as it is typed on a command line: quoted for Hydra and for the shell if need be."""
+    """A setting as it is typed on a command line: quoted for Hydra and for the shell if need be."""
     if not re.fullmatch(r"[\w./:@%+-]+", value, re.ASCII):
         value = '"' + value.replace('"', '\\"') + '"'
-    return shlex.quote(f"{BLOCK}.{key}={value}")
+    return shlex.quote(f"{key}={value}")
 
 
 def run_name(config: DictConfig | Mapping[str, Any]) -> str:

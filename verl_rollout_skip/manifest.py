@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets as tokens
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -22,6 +23,7 @@ from verl_rollout_skip.errors import ManifestError
 from verl_rollout_skip.fingerprint import Fingerprint, Flat, flat_hash, plain
 from verl_rollout_skip.layout import gpu_layout, host, versions
 from verl_rollout_skip.secrets import mask
+from verl_rollout_skip.store import names
 from verl_rollout_skip.store.entry import EntryRecord
 from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.store.storage import HERE, Storage
@@ -214,6 +216,25 @@ def read_manifest(storage: Storage, folder: str = HERE) -> Manifest | None:
     if folder == HERE:
         manifest.recordings.extend(_recordings(storage))
     return manifest
+
+
+def list_variants(run_folder: str) -> dict[str, Manifest]:
+    """The manifests of a run folder by variant. One that cannot be read, or is missing, is left out with a warning."""
+    storage = open_storage(run_folder)
+    found = {}
+    for folder in sorted(storage.folders()):
+        try:
+            manifest = read_manifest(storage, folder)
+        except ManifestError as error:
+            logger.warning("left out: %s", error)
+            continue
+        if manifest is not None:
+            found[folder] = manifest
+        elif any(names.parse_folder(name) is not None for name in open_storage(storage.where(folder)).folders()):
+            where = storage.where(folder)
+            advice = f"rollout-skip verify {shlex.quote(where)}"
+            logger.warning("left out: %s has rollouts and no %s; %s says what can be done", where, NAME, advice)
+    return found
 
 
 def _recordings(storage: Storage) -> list[dict[str, Any]]:

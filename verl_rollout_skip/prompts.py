@@ -86,8 +86,8 @@ def why_no_replacement(entry: LoadedEntry, recorded: Any, inputs: Any) -> str | 
         return _other_trainer(entry)
     if len(recorded) != len(inputs):
         return (
-            f"{len(recorded)} rows are recorded and the current batch has {len(inputs)}. Use the batch sizes of the "
-            "recording."
+            f"{len(recorded)} rows are recorded and the current batch has {len(inputs)}. Use data.train_batch_size, "
+            "data.gen_batch_size and actor_rollout_ref.rollout.n of the recording."
         )
     missing = sorted(set(_keys(inputs)) - set(_keys(recorded)) - {UID})
     if missing:

@@ -101,7 +101,7 @@ def _is_asynchronous(config: DictConfig) -> bool:
 
 def _trainer_class(manifest: Manifest) -> type:
     name = manifest.trainer
-    advice = f"Start the training by its own entry point with {argument('source', manifest.path)}"
+    advice = f"Start the training by its own entry point with {argument(f'{BLOCK}.source', manifest.path)}"
     if name is None:
         raise UnsupportedTrainerError(f"{manifest.path} does not say which trainer recorded it. {advice}")
     module, _, kind = name.rpartition(".")

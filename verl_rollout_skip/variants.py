@@ -23,18 +23,21 @@ from verl_rollout_skip.manifest import (
     CONFIG_HASH,
     NAME,
     Manifest,
+    list_variants,
     read_manifest,
     restore_manifest,
     variant_name,
     write_manifest,
 )
 from verl_rollout_skip.modes import Mode, OnMismatch, Prompts, Reward
+from verl_rollout_skip.neighbors import Neighbors, check_level, find_neighbors
 from verl_rollout_skip.store.locations import join, open_storage
 from verl_rollout_skip.store.storage import HERE
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8
+_SHOWN_NEIGHBORS = 3
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ def open_run(config: DictConfig | Mapping[str, Any], trainer: str | None = None)
         own = own_source(writes, fingerprint)
         if own is None:
             own = _restored_source(writes, Manifest.make(name, tree, fingerprint, trainer), settings)
+        if own is None:
+            check_level(settings.dump_dir)
     if settings.source:
         given = _from_source(settings, fingerprint)
         is_own = own is not None and own.folder == given.folder
@@ -152,21 +157,6 @@ _UNREPEATABLE = {
 }
 
 
-def list_variants(run_folder: str) -> dict[str, Manifest]:
-    """The manifests of a run folder by variant. One that cannot be read is left out with a warning."""
-    storage = open_storage(run_folder)
-    found = {}
-    for folder in sorted(storage.folders()):
-        try:
-            manifest = read_manifest(storage, folder)
-        except ManifestError as error:
-            logger.warning("left out: %s", error)
-            continue
-        if manifest is not None:
-            found[folder] = manifest
-    return found
-
-
 def _from_source(settings: SkipConfig, fingerprint: Fingerprint) -> Source:
     assert settings.source is not None
     manifest = Manifest.load(settings.source)
@@ -191,8 +181,15 @@ def _from_variants(settings: SkipConfig, folder: str, fingerprint: Fingerprint, 
     if settings.on_mismatch is OnMismatch.REUSE and len(others) == 1:
         return [*sources, _source(others[0], differences[others[0].path], fingerprint, settings)]
     if own is None:
-        _explain_nothing_fits(settings, folder, differences)
+        _explain_nothing_fits(settings, folder, differences, _neighbors(settings, folder, fingerprint))
     return sources
+
+
+def _neighbors(settings: SkipConfig, folder: str, fingerprint: Fingerprint) -> Neighbors:
+    if not settings.mode.reads:
+        return Neighbors()
+    dump_dir, _, run = folder.rpartition("/")
+    return find_neighbors(dump_dir, run, fingerprint.config_hash, lambda it: _difference(it, fingerprint, settings))
 
 
 def _is_own(variant: str, fingerprint: Fingerprint) -> bool:
@@ -213,10 +210,12 @@ def _source(manifest: Manifest, lines: list[str], fingerprint: Fingerprint, sett
     return Source(manifest.path.rsplit("/", 1)[0], manifest, informational=bool(lines), other_reward=bool(reward))
 
 
-def _explain_nothing_fits(settings: SkipConfig, folder: str, differences: dict[str, list[str]]) -> None:
+def _explain_nothing_fits(
+    settings: SkipConfig, folder: str, differences: dict[str, list[str]], neighbors: Neighbors
+) -> None:
     """Raise if the mode or ``on_mismatch`` asks for recorded rollouts; otherwise say why a new variant begins."""
     mode = settings.mode.value
-    explained = "\n".join(f"{path}:\n{_listed(lines)}" for path, lines in _nearest(differences))
+    explained = _explained(differences)
     if settings.on_mismatch is OnMismatch.REUSE and differences:
         raise MismatchError(
             f"{BLOCK}.on_mismatch is 'reuse' and {folder} has {len(differences)} variants, none with today's settings. "
@@ -227,24 +226,38 @@ def _explain_nothing_fits(settings: SkipConfig, folder: str, differences: dict[s
             f"{folder} holds rollouts made with other settings, and {BLOCK}.on_mismatch is 'error':\n{explained}\n"
             f"Use the same settings, or let {BLOCK}.on_mismatch=new begin another variant beside them."
         )
+    # Of other runs only those that are near: a dump_dir may hold quite different trainings.
+    near = {path: lines for path, lines in neighbors.others.items() if len(lines) <= _SHOWN}
+    explained = "" if neighbors.same else _explained({**differences, **dict(_nearest(near)[:_SHOWN_NEIGHBORS])})
+    beside = "\n".join(part for part in (explained, neighbors.describe()) if part)
     if not settings.mode.generates and not differences:
         raise EntryNotFoundError(
-            f"Mode {mode!r} loads recorded rollouts, and nothing is recorded in {folder}. Record first "
-            f"({BLOCK}.mode=cache), or check dump_dir, the experiment and project name and the batch sizes, which make "
-            "up the folder's name."
+            f"Mode {mode!r} loads recorded rollouts, and nothing is recorded in {folder}."
+            + (f" Beside it there is:\n{beside}\n" if beside else " ")
+            + f"Record first ({BLOCK}.mode=cache), or check {BLOCK}.dump_dir and what makes up the folder's name: "
+            "trainer.experiment_name, trainer.project_name, data.train_batch_size, data.gen_batch_size and "
+            "actor_rollout_ref.rollout.n."
         )
     if not settings.mode.generates:
         raise MismatchError(
             f"Mode {mode!r} loads recorded rollouts, and those in {folder} were made with other settings:\n"
-            f"{explained}\nUse the same settings, or take them knowingly with {BLOCK}.on_mismatch=reuse."
+            f"{beside}\nUse the same settings, or take them knowingly with {BLOCK}.on_mismatch=reuse."
         )
-    if differences:
+    if explained:
         logger.info("no recorded rollouts fit, so a new variant begins; what differs:\n%s", explained)
+    if neighbors.same or neighbors.notes:
+        logger.warning(
+            "nothing that is recorded in %s fits, so everything is generated. %s", folder, neighbors.describe()
+        )
 
 
 def _difference(manifest: Manifest, fingerprint: Fingerprint, settings: SkipConfig) -> list[str]:
     without_reward = settings.reward is Reward.RECOMPUTE
     return difference(manifest.fingerprint, fingerprint.rollout, without_reward=without_reward)
+
+
+def _explained(differences: dict[str, list[str]]) -> str:
+    return "\n".join(f"{path}:\n{_listed(lines)}" for path, lines in _nearest(differences))
 
 
 def _nearest(differences: dict[str, list[str]]) -> list[tuple[str, list[str]]]:

@@ -1,0 +1,194 @@
+"""Stories of trainings that find nothing recorded although it lies beside where they look: they are told where."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.trainings import RUN_NAME, Engine, Training, contents, inputs_of, never
+from verl_rollout_skip import RolloutKey
+from verl_rollout_skip.errors import ConfigError, EntryNotFoundError
+from verl_rollout_skip.store.local import LocalStorage
+
+K1 = RolloutKey(1)
+TEMPERATURE = "actor_rollout_ref__rollout__temperature"
+LATER = {"trainer__experiment_name": "exp-20261118"}
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    return Training(tmp_path)
+
+
+@pytest.fixture(params=["local", "memory"])
+def dump_dir(request: pytest.FixtureRequest, training: Training) -> Any:
+    if request.param == "local":
+        yield str(training.dumps)
+        return
+    url = f"memory://{training.folder.name}/dumps"
+    yield url
+    store = fsspec.filesystem("memory").store
+    for path in [path for path in store if path.startswith(f"/{training.folder.name}/")]:
+        del store[path]
+
+
+def opened(training: Training, caplog: Any, mode: str, skip: dict[str, Any] | None = None, **changes: Any) -> str:
+    """What the log says when a training starts that generates what it does not find."""
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    with training.open(mode, skip, **changes):
+        return caplog.text
+
+
+def refused(training: Training, error: type[Exception], skip: dict[str, Any] | None = None, **changes: Any) -> str:
+    """What the error of a replay says."""
+    with pytest.raises(error) as caught:
+        training.open("replay", skip, **changes)
+    return str(caught.value)
+
+
+def test_the_same_rollouts_under_another_experiment_name_are_named(
+    training: Training, caplog: Any, dump_dir: str
+) -> None:
+    skip = {"dump_dir": dump_dir}
+    training.record(K1, skip=skip, **{TEMPERATURE: 0.7})
+    training.record(K1, skip=skip)
+    for text in (
+        opened(training, caplog, "cache", skip, **LATER),
+        refused(training, EntryNotFoundError, skip, **LATER),
+    ):
+        assert "made with today's settings" in text
+        assert "trainer.experiment_name=exp trainer.project_name=proj" in text
+        assert "temperature" not in text, "what differs is of no interest beside what fits"
+    source = text.split("rollout_skip.source=")[1].split()[0].rstrip(",")
+    with training.open("cache", {**skip, "source": source}, **LATER) as skipping:
+        assert skipping.step(K1, inputs_of(K1), never).hit
+
+
+def test_another_n_is_named_in_cache_and_in_replay(training: Training, caplog: Any, dump_dir: str) -> None:
+    skip = {"dump_dir": dump_dir}
+    training.record(K1, skip=skip)
+    for text in (
+        opened(training, caplog, "cache", skip, actor_rollout_ref__rollout__n=4),
+        refused(training, EntryNotFoundError, skip, actor_rollout_ref__rollout__n=4),
+    ):
+        assert "actor_rollout_ref.rollout.n: 2 → 4" in text
+        assert f"{dump_dir}/{RUN_NAME}/" in text
+
+
+def test_the_nearest_neighbor_comes_first_whatever_run_it_is_in(training: Training, caplog: Any) -> None:
+    training.record(K1, **{TEMPERATURE: 0.5, "data__seed": 3})
+    training.record(K1, **{TEMPERATURE: 0.6}, trainer__experiment_name="another")
+    text = opened(training, caplog, "cache")
+    assert text.index("temperature: 0.6 → 1.0") < text.index("temperature: 0.5 → 1.0")
+
+
+def test_a_first_training_is_told_nothing(training: Training, caplog: Any, dump_dir: str) -> None:
+    assert "holds" not in opened(training, caplog, "cache", {"dump_dir": dump_dir})
+
+
+def test_a_recording_that_continues_is_told_nothing_of_its_neighbors(training: Training, caplog: Any) -> None:
+    training.record(K1)
+    training.record(K1, **LATER)
+    assert RUN_NAME not in opened(training, caplog, "cache", **LATER)
+
+
+def test_of_many_runs_only_some_are_read(training: Training, monkeypatch: Any, caplog: Any) -> None:
+    training.record(K1, **{TEMPERATURE: 0.7})
+    for number in range(300):
+        (training.dumps / RUN_NAME.replace("exp", f"exp-{number}") / "0123456789ab").mkdir(parents=True)
+    read: list[str] = []
+    plain = LocalStorage.read
+
+    def counting(self: LocalStorage, folder: str, name: str, limit: int) -> bytes:
+        read.append(self.where(folder, name))
+        return plain(self, folder, name, limit)
+
+    monkeypatch.setattr(LocalStorage, "read", counting)
+    text = opened(training, caplog, "cache", trainer__experiment_name="exp2")
+    assert "temperature: 0.7 → 1.0" in text
+    assert len(read) < 150
+
+
+def test_a_neighborhood_that_cannot_be_listed_is_a_line_in_the_log(
+    training: Training, monkeypatch: Any, caplog: Any
+) -> None:
+    training.record(K1)
+    plain = LocalStorage.folders
+
+    def folders(self: LocalStorage) -> Any:
+        if self.root == training.dumps:
+            raise PermissionError(13, "Permission denied", str(self.root))
+        return plain(self)
+
+    monkeypatch.setattr(LocalStorage, "folders", folders)
+    assert "Permission denied" in opened(training, caplog, "cache", **LATER)
+    assert "Permission denied" in refused(training, EntryNotFoundError, **LATER)
+
+
+@pytest.mark.parametrize("wrong", ["{}/dmps", "{}/dumps_", "{}/Dumps/"])
+def test_a_misspelled_dump_dir_is_noticed(training: Training, caplog: Any, wrong: str, dump_dir: str) -> None:
+    parent = dump_dir.rpartition("/")[0]
+    training.record(K1, skip={"dump_dir": dump_dir})
+    skip = {"dump_dir": wrong.format(parent)}
+    for text in (opened(training, caplog, "cache", skip), refused(training, EntryNotFoundError, skip)):
+        assert f"beside it {dump_dir} holds runs: rollout_skip.dump_dir={dump_dir}" in text
+
+
+def test_a_misspelled_folder_above_is_noticed(training: Training, caplog: Any, dump_dir: str) -> None:
+    parent = dump_dir.rpartition("/")[0]
+    training.record(K1, skip={"dump_dir": f"{dump_dir}/mine/all"})
+    text = opened(training, caplog, "cache", {"dump_dir": f"{parent}/dumsp/mine/all"})
+    assert f"rollout_skip.dump_dir={dump_dir}/mine/all" in text
+
+
+def test_a_dump_dir_one_level_too_high_is_noticed(training: Training, caplog: Any, dump_dir: str) -> None:
+    training.record(K1, skip={"dump_dir": dump_dir})
+    skip = {"dump_dir": dump_dir.rpartition("/")[0]}
+    for text in (opened(training, caplog, "cache", skip), refused(training, EntryNotFoundError, skip)):
+        assert f"in it {dump_dir} holds runs: rollout_skip.dump_dir={dump_dir}" in text
+
+
+@pytest.mark.parametrize("mode", ["record", "replay"])
+@pytest.mark.parametrize("level", ["run", "variant", "step"])
+def test_a_dump_dir_that_is_a_run_or_a_variant_is_an_error(
+    training: Training, dump_dir: str, mode: str, level: str
+) -> None:
+    training.record(K1, skip={"dump_dir": dump_dir})
+    with training.open("replay", {"dump_dir": dump_dir}) as replay:
+        variant = replay.sources[0].folder
+    wrong = {"run": f"{dump_dir}/{RUN_NAME}", "variant": variant, "step": f"{variant}/step_000001"}[level]
+    with pytest.raises(ConfigError, match=f"(is|inside) the run folder {RUN_NAME}.*dump_dir={dump_dir}$"):
+        training.open(mode, {"dump_dir": wrong})
+
+
+def test_a_variant_that_stands_alone_is_no_dump_dir_but_can_be_read(training: Training, tmp_path: Path) -> None:
+    training.record(K1)
+    alone = training.variants()[0].rename(tmp_path / "alone")
+    before = contents(alone)
+    with pytest.raises(ConfigError, match=rf"is a variant folder: .*rollout_skip\.source={alone}"):
+        training.open("cache", {"dump_dir": str(alone)})
+    assert contents(alone) == before
+    skip = {"source": str(alone), "dump_dir": str(tmp_path / "new")}
+    with training.open("cache", skip) as skipping:
+        assert skipping.step(K1, inputs_of(K1), never).hit
+
+
+def test_a_dump_dir_whose_name_merely_looks_like_a_run_goes_on_working(training: Training) -> None:
+    skip = {"dump_dir": str(training.dumps / RUN_NAME)}
+    for hit in (False, True):
+        with training.open("cache", skip) as skipping:
+            assert skipping.step(K1, inputs_of(K1), Engine()).hit is hit
+
+
+def test_a_variant_beside_without_its_manifest_is_named(training: Training, caplog: Any) -> None:
+    training.record(K1)
+    [variant] = training.variants()
+    (variant / "manifest.json").unlink()
+    text = opened(training, caplog, "cache", **{TEMPERATURE: 0.7})
+    assert f"{variant} has rollouts and no manifest.json" in text
+    assert f"rollout-skip verify {variant}" in text

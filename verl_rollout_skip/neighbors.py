@@ -1,0 +1,143 @@
+"""What lies beside the folder in which a training looks for rollouts, for a training that finds none that fit.
+
+A run folder is named by experiment, project and batch sizes, and dump_dir is typed by hand, so what is wanted often
+lies right next to it. Only a bounded number of folders is looked at, those with the most similar names first, and only
+manifests are read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from verl_rollout_skip.config import BLOCK, argument, is_run_name
+from verl_rollout_skip.errors import ConfigError, ManifestError
+from verl_rollout_skip.manifest import NAME, Manifest, list_variants, read_manifest, variant_name
+from verl_rollout_skip.store.locations import join, open_storage
+from verl_rollout_skip.store.storage import HERE
+
+_LOOKED_INTO = 100
+_COMPARED = 20
+_SAME = 3
+_SUBFOLDERS = 20
+_LEVELS = 3
+_NEAR = 0.75
+
+Compare = Callable[[Manifest], list[str]]
+"""How the settings of a manifest differ from today's, one line for each."""
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """Variants of other runs: the ``same`` as today's, and ``others`` with what differs, by the path of the manifest.
+
+    ``notes`` say where else rollouts are, or why that is not known.
+    """
+
+    same: list[Manifest] = field(default_factory=list)
+    others: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """How to use what fits, and the notes; empty if there is neither."""
+        return "\n".join([*map(_how_to_use, self.same), *self.notes])
+
+
+def find_neighbors(dump_dir: str, run: str, config_hash: str, compare: Compare) -> Neighbors:
+    """Look into the other runs of ``dump_dir``; if there is none, for a folder that may have been meant instead."""
+    try:
+        runs = [folder for folder in open_storage(dump_dir).folders() if is_run_name(folder)]
+        if not runs:
+            return Neighbors(notes=list(_other_folders(dump_dir)))
+        runs = sorted({*runs} - {run}, key=lambda other: (_similarity(other, run), other), reverse=True)
+        folders = [join(dump_dir, other) for other in runs]
+        same = list(_same(folders[:_LOOKED_INTO], config_hash, compare))
+        return Neighbors(same) if same else _compared(folders[:_COMPARED], compare)
+    except Exception as error:  # libraries for object stores raise errors of their own; this is only for information
+        return Neighbors(notes=[f"What else is recorded near {dump_dir} is not known: {error}"])
+
+
+def check_level(dump_dir: str) -> None:
+    """Raise if ``dump_dir`` is not a folder for runs, but a run, or something in one."""
+    path = dump_dir.rstrip("/")
+    for _ in range(_LEVELS):
+        folder, _, name = path.rpartition("/")
+        if is_run_name(name) and list_variants(path):
+            raise ConfigError(
+                f"{BLOCK}.dump_dir is {dump_dir}, which {'is' if path == dump_dir else 'is inside'} the run folder "
+                f"{name}. Give the folder that the run folders are in: {argument(f'{BLOCK}.dump_dir', folder)}"
+            )
+        path = folder
+    if open_storage(dump_dir).info(HERE, NAME) is not None:
+        raise ConfigError(
+            f"{BLOCK}.dump_dir is {dump_dir}, which is a variant folder: it has a {NAME}. Give a folder for runs; to "
+            f"read this variant, set {argument(f'{BLOCK}.source', dump_dir)}"
+        )
+
+
+def _same(folders: list[str], config_hash: str, compare: Compare) -> Iterator[Manifest]:
+    """A variant with today's settings has today's name, so one file of a run is enough to know."""
+    found = 0
+    for folder in folders:
+        try:
+            manifest = read_manifest(open_storage(folder), variant_name(config_hash))
+        except ManifestError:
+            continue
+        if manifest is not None and not compare(manifest):
+            yield manifest
+            found += 1
+        if found == _SAME:
+            return
+
+
+def _compared(folders: list[str], compare: Compare) -> Neighbors:
+    manifests = [manifest for folder in folders for manifest in list_variants(folder).values()]
+    manifests.sort(key=lambda manifest: manifest.created_at, reverse=True)
+    differences = [(manifest, compare(manifest)) for manifest in manifests]
+    return Neighbors(
+        [manifest for manifest, lines in differences if not lines][:_SAME],
+        {manifest.path: lines for manifest, lines in differences if lines},
+    )
+
+
+def _other_folders(dump_dir: str) -> Iterator[str]:
+    """Folders with runs, in ``dump_dir`` or with almost its name."""
+    below = (join(dump_dir, name) for name in sorted(open_storage(dump_dir).folders())[:_SUBFOLDERS])
+    for where, folders in (("in it", below), ("beside it", _near_names(dump_dir))):
+        for folder in folders:
+            if any(map(is_run_name, open_storage(folder).folders())):
+                yield (
+                    f"{dump_dir} holds no runs, but {where} {folder} holds runs: "
+                    f"{argument(f'{BLOCK}.dump_dir', folder)}"
+                )
+
+
+def _near_names(path: str) -> Iterator[str]:
+    """The path with one of its names replaced by a similar one that exists."""
+    head, below = path.rstrip("/"), list[str]()
+    for _ in range(_LEVELS):
+        head, slash, name = head.rpartition("/")
+        if not slash or head.endswith(("/", ":")):
+            return
+        names = list(open_storage(head or "/").folders())
+        for near in difflib.get_close_matches(name, [other for other in names if other != name], cutoff=_NEAR):
+            yield join(head, near, *below)
+        if name in names:
+            return
+        below.insert(0, name)
+
+
+def _similarity(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio()
+
+
+def _how_to_use(manifest: Manifest) -> str:
+    folder = manifest.path.removesuffix(f"/{NAME}")
+    advice = f"Set {argument(f'{BLOCK}.source', manifest.path)}"
+    if folder.split("/")[-2] == manifest.run_name:
+        trainer = manifest.config.get("trainer") or {}
+        names = (f"trainer.{key}={trainer.get(key)}" for key in ("experiment_name", "project_name"))
+        advice += f", or {shlex.join(names)},"
+    return f"{folder} holds rollouts made with today's settings. {advice} to use them."
