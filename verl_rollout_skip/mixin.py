@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +15,7 @@ from verl import DataProto
 from verl_rollout_skip.config import SkipConfig, take_out_skip_keys
 from verl_rollout_skip.driver_batch import DriverBatch
 from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
+from verl_rollout_skip.fit import FollowedFit, follow_class
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode, Reward
@@ -24,8 +24,6 @@ from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.samples import SampleLog
 from verl_rollout_skip.seams import Seam, find_seam, first_step
 from verl_rollout_skip.weights import DeferredWeightSync
-
-logger = logging.getLogger(__name__)
 
 
 def _as_v0(config: DictConfig) -> DictConfig:
@@ -37,10 +35,8 @@ def _as_v0(config: DictConfig) -> DictConfig:
     return config
 
 
-class RolloutSkipMixin:
+class RolloutSkipMixin(FollowedFit):
     """To be named before the trainer: ``class MyTrainer(RolloutSkipMixin, RayPPOTrainer)``."""
-
-    rollout_skip: RolloutSkip
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -54,13 +50,14 @@ class RolloutSkipMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         show_messages()
+        follow_class(type(self))
         config: DictConfig = kwargs["config"] if "config" in kwargs else args[0]
         if SkipConfig.from_config(config).mode is not Mode.OFF:
             self._seam: Seam = find_seam(type(self))
             config = _as_v0(config)
         self.rollout_skip = RolloutSkip.open(config, trainer=f"{type(self).__module__}.{type(self).__qualname__}")
         self._driver_batch: DriverBatch | None = None
-        self._weight_sync: DeferredWeightSync | None = None
+        self._weight_sync = None
         self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)
         self._gen_batches = 0
         self._loading = False
@@ -99,6 +96,7 @@ class RolloutSkipMixin:
         if prompts.meta_info.get("validate", False):
             self._driver_batch = None  # it was the one of this validation
             return self._generate_now(prompts)
+        self._warn_outside_fit()
         key = RolloutKey(self.global_steps, self._gen_batches)
         self._gen_batches += 1
         inputs = prompts if self._driver_batch is None else self._driver_batch.complete(prompts)
@@ -117,15 +115,6 @@ class RolloutSkipMixin:
         return self._generate(prompts)
 
     # The course of a training
-
-    def fit(self) -> Any:
-        try:
-            result = super().fit()  # type: ignore[misc]
-        except BaseException:
-            self._close_after_error()
-            raise
-        self._close()
-        return result
 
     @property
     def global_steps(self) -> int:
@@ -194,15 +183,3 @@ class RolloutSkipMixin:
             f"generates in another way than by {self._seam.description}, so nothing is recorded or replayed. Derive "
             "from a trainer whose loop does, or call RolloutSkip.step in your own loop (docs/configuration.md)."
         )
-
-    def _close(self) -> None:
-        self._samples.close()
-        if self._weight_sync is not None:
-            self.rollout_skip.statistics.notes.append(self._weight_sync.describe())
-        self.rollout_skip.close()
-
-    def _close_after_error(self) -> None:
-        try:
-            self._close()
-        except Exception as error:  # the error that ended the training is the one to see; this one is told beside it
-            logger.error("while the dumps were completed: %s", error)

@@ -6,9 +6,11 @@ dumped. It never pairs a recorded rollout with other prompts without being told 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import shlex
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
@@ -78,7 +80,7 @@ class RolloutSkip:
         self._history = History()
         self._repeated: list[RolloutKey] = []
         self._other_history_told = False
-        self._closed = False
+        self._closed = self._closes_at_exit = False
         self._check_recorded()
 
     @classmethod
@@ -150,6 +152,7 @@ class RolloutSkip:
                 SAMPLING: sampling_of(inputs),
             }
             self._recorder.dump(key, batch, inputs, info, complete)
+            self._close_at_exit()
         metrics = {
             "rollout_skip/hit": 0.0,
             "rollout_skip/dump_bytes": float(self._stored_bytes()),
@@ -229,6 +232,12 @@ class RolloutSkip:
             if error is None:
                 raise
             logger.error("while %s was on its way: %s", type(error).__name__, failed)
+
+    def _close_at_exit(self) -> None:
+        """Called after a dump: exit handlers run last first, and the writer must not stop before it is waited for."""
+        if not self._closes_at_exit:
+            self._closes_at_exit = True
+            atexit.register(_close_forgotten, weakref.ref(self))
 
     # Loading
 
@@ -436,6 +445,21 @@ class RolloutSkip:
 
     def _stored_bytes(self) -> int:
         return 0 if self._recorder is None else self._recorder.store.written_bytes
+
+
+def _close_forgotten(reference: weakref.ref[RolloutSkip]) -> None:
+    """The process ends, and nobody has closed a recording."""
+    skip = reference()
+    if skip is None or skip._closed:
+        return
+    logger.warning(
+        "the process ends and RolloutSkip.close was not called: waiting for the dumps. Call it at the end of your "
+        "loop, or use RolloutSkip as a context manager: Ray ends a process without waiting"
+    )
+    try:
+        skip.close()
+    except Exception as error:
+        logger.error("while the dumps were completed: %s", error)
 
 
 def _replace_timings(batch: Any, metrics: dict[str, float]) -> None:

@@ -6,7 +6,6 @@ those only that the version knows, because its workers refuse others.
 
 from __future__ import annotations
 
-import inspect
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, open_dict
 
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
+from verl_rollout_skip.fit import explain_unfollowable
 
 _METHODS = ("init_workers", "fit", "_load_checkpoint", "_get_gen_batch")
 
@@ -113,8 +113,9 @@ def find_seam(trainer: type) -> Seam:
         own = [vars(kind)[method] for kind in trainer.__mro__ if method in vars(kind) and _is_of_a_trainer(kind)]
         if not own:
             _refuse(trainer, f"it has no {method}")
-        if inspect.iscoroutinefunction(own[0]):
-            _refuse(trainer, f"its {method} is asynchronous, so that rollouts are made for later steps")
+        reason = explain_unfollowable(own[0])
+        if reason is not None:
+            _refuse(trainer, f"its {method} {reason}")
     return SEAMS[verl.__version__]
 
 
@@ -135,7 +136,7 @@ def first_step(trainer: DictConfig) -> int:
 
 
 def _is_of_a_trainer(kind: type) -> bool:
-    return kind.__module__ not in ("verl_rollout_skip.mixin", "verl_rollout_skip.dapo")
+    return kind.__module__ not in ("verl_rollout_skip.mixin", "verl_rollout_skip.fit", "verl_rollout_skip.dapo")
 
 
 def _refuse(trainer: type, reason: str) -> None:

@@ -210,7 +210,7 @@ class Trainings:
             "verl.utils.tracking.FileLogger.log", lambda _, data, step: metrics.update({step: data})
         )
         error: BaseException | None = None
-        with _heard() as messages:
+        with heard() as messages:
             trainer = self.make(mode, *overrides, **arguments)
             try:
                 trainer.fit()
@@ -301,7 +301,7 @@ def _composed(rollout_mode: str) -> DictConfig:
 
 
 @contextmanager
-def _heard() -> Iterator[list[str]]:
+def heard() -> Iterator[list[str]]:
     """What this package logs meanwhile."""
     messages: list[str] = []
     handler = logging.Handler()

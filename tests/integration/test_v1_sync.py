@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,36 @@ def test_a_recorded_training_is_loaded_in_its_row_order_and_nothing_is_generated
     assert again.left_over == []
     assert hits(again) == STEPS
     assert "3 loaded" in again.rollout_skip.summary()
+
+
+class OwnFit(SyncTrainer):
+    """Has a loop of its own, which never calls the ``fit`` of the mixin."""
+
+    def fit(self, engine: Any) -> None:
+        WithoutWorkers.fit(self, engine)
+        if engine.version == engine.fails_at:
+            raise ZeroDivisionError("after the last step")
+
+
+@pytest.mark.parametrize("fails_at", [None, 3])
+def test_a_fit_of_its_own_waits_for_the_dumps(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch, fails_at: int | None
+) -> None:
+    write, engine = RolloutStore._write, Engine()
+    monkeypatch.setattr(RolloutStore, "_write", lambda *arguments: (time.sleep(0.5), write(*arguments)))
+    engine.fails_at = fails_at  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError) if fails_at else contextlib.nullcontext():
+        trainings.train("record", kind=OwnFit, engine=engine)
+    assert RolloutStore(trainings.variant()).keys() == [RolloutKey(step) for step in STEPS]
+
+
+def test_an_asynchronous_fit_is_refused(trainings: Trainings) -> None:
+    class Asynchronous(SyncTrainer):
+        async def fit(self, engine: Any) -> None:
+            pass
+
+    with pytest.raises(UnsupportedTrainerError, match="its fit is asynchronous"):
+        trainings.train("record", kind=Asynchronous)
 
 
 def test_groups_of_unequal_size_several_outputs_and_failed_sessions_are_what_these_tests_load(recorded: Any) -> None:

@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.batches import assert_same_batch, data_proto, rollout_output
 from tests.trainings import Engine, Training, contents, inputs_of, never, without_timings
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import DiskLimitError, DumpError, EntryExistsError, EntryNotFoundError, MismatchError
+from verl_rollout_skip.manifest import Manifest
 from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.store.local import LocalStorage
 
@@ -485,3 +488,26 @@ def test_repeating_lists_the_recording_once(training: Training, monkeypatch: pyt
         for step in range(9, 13):
             assert skip.step(RolloutKey(step), inputs_of(K1), never).hit
     assert len(listed) <= 3
+
+
+FORGETFUL = """
+import sys, time
+from pathlib import Path
+from tests.trainings import Engine, Training, inputs_of
+from verl_rollout_skip import RolloutKey, RolloutStore
+
+write = RolloutStore._write
+RolloutStore._write = lambda *arguments: (time.sleep(0.2), write(*arguments))
+skip = Training(Path(sys.argv[1])).open("record")
+for step in (1, 2, 3):
+    skip.step(RolloutKey(step), inputs_of(RolloutKey(step)), Engine())
+"""
+
+
+def test_a_loop_that_forgets_to_close_its_recording_waits_at_exit_and_says_so(training: Training) -> None:
+    ended = subprocess.run([sys.executable, "-c", FORGETFUL, str(training.folder)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "RolloutSkip.close was not called: waiting for the dumps" in ended.stderr
+    assert store_of(training).keys() == [K1, K2, K3]
+    [recording] = Manifest.load(str(training.variants()[0])).recordings
+    assert recording["steps"] == [1, 2, 3]

@@ -20,6 +20,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_rollout_skip.config import take_out_skip_keys
 from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
+from verl_rollout_skip.fit import FollowedFit, follow_class
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode, Reward
@@ -33,16 +34,14 @@ from verl_rollout_skip.v1 import asynchronous, reward, sampled
 from verl_rollout_skip.v1.dataloader import PushBack
 from verl_rollout_skip.v1.in_flight import InFlight
 from verl_rollout_skip.v1.metrics import of_step
-from verl_rollout_skip.v1.seam import SYNC, base_mode, check_bases
+from verl_rollout_skip.v1.seam import SYNC, base_mode, check_bases, check_fit
 from verl_rollout_skip.weights import DeferredWeightSync
 
 logger = logging.getLogger(__name__)
 
 
-class RolloutSkipMixin:
+class RolloutSkipMixin(FollowedFit):
     """To be named before the trainer: ``class MyTrainer(RolloutSkipMixin, PPOTrainerSync)``."""
-
-    rollout_skip: RolloutSkip
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -50,9 +49,12 @@ class RolloutSkipMixin:
 
     def __init__(self, config: DictConfig) -> None:
         show_messages()
+        follow_class(type(self))
         mode, name = base_mode(type(self)), f"{type(self).__module__}.{type(self).__qualname__}"
         self.rollout_skip = RolloutSkip.open(copy.deepcopy(config), trainer=name)
         reward.check_settings(self.rollout_skip.settings, config)
+        if self._is_on:
+            check_fit(type(self))
         if mode != SYNC:
             asynchronous.check_settings(self.rollout_skip.settings)
             self.rollout_skip.way_on = asynchronous.way_on(config)
@@ -63,7 +65,7 @@ class RolloutSkipMixin:
         self._prepared: dict[str, Any] = {}
         self._generating = False
         self._never_sent = 0
-        self._weight_sync: DeferredWeightSync | None = None
+        self._weight_sync = None
         self._last_key = RolloutKey(0)
         self._step_metrics: list[dict[str, float]] = []
         # In place, because verl makes the agent loops from the object that it gave us; and it picks settings by the
@@ -134,6 +136,7 @@ class RolloutSkipMixin:
     ) -> tuple[KVBatchMeta, dict[str, Any]]:
         if partition_id != sampled.PARTITION:
             return self._sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        self._warn_outside_fit()
         key = self._next_key()
         rollout = None
         if self.rollout_skip.covers(key) and (self._holds_back or self.rollout_skip.settings.mode is not Mode.CACHE):
@@ -313,12 +316,3 @@ class RolloutSkipMixin:
             )
         metrics.update(of_step(self._step_metrics))
         return batch
-
-    def fit(self, agent_loop_manager: Any) -> Any:
-        with self.rollout_skip:
-            try:
-                return super().fit(agent_loop_manager)  # type: ignore[misc]
-            finally:
-                self._samples.close()
-                if self._weight_sync is not None:
-                    self.rollout_skip.statistics.notes.append(self._weight_sync.describe())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from verl_rollout_skip.errors import UnsupportedTrainerError
+from verl_rollout_skip.fit import explain_unfollowable, find_fit
 from verl_rollout_skip.v1.plugin import MODES
 
 SYNC = "sync"
@@ -22,6 +23,16 @@ def check_bases(trainer: type, mixin: type) -> None:
                 f"{trainer.__name__} names {named} before {mixin.__name__}, whose methods then never run. "
                 f"Write class {trainer.__name__}({mixin.__name__}, {named})."
             )
+
+
+def check_fit(trainer: type) -> None:
+    """Raise if the end of a training cannot be noticed."""
+    reason = explain_unfollowable(find_fit(trainer))
+    if reason is not None:
+        raise UnsupportedTrainerError(
+            f"{trainer.__name__} cannot be recorded or replayed: its fit {reason}. Give it a fit that returns when the "
+            "training is done."
+        )
 
 
 def use_skip_trainer(config: DictConfig) -> None:

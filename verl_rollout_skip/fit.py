@@ -1,0 +1,116 @@
+"""``FollowedFit``: knows when a training begins and ends, whichever class or object its ``fit`` comes from.
+
+Many trainers replace ``fit`` with a loop of their own that never calls the one below it. So each ``fit`` is wrapped
+where it is defined: in the class, on the class afterwards, or on the trainer. The outermost one that runs is the
+training.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from verl_rollout_skip.rollout import RolloutSkip
+from verl_rollout_skip.samples import SampleLog
+from verl_rollout_skip.weights import DeferredWeightSync
+
+logger = logging.getLogger(__name__)
+
+FIT = "fit"
+_ITSELF = "_followed_fit"
+
+
+class FollowedFit:
+    """A base of the mixins. At the end of a training, also of one that fails, it waits for the dumps."""
+
+    rollout_skip: RolloutSkip
+    _samples: SampleLog
+    _weight_sync: DeferredWeightSync | None
+    _is_training = False
+    _was_warned = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        follow_class(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        followed = functools.partial(self._train, value) if name == FIT and callable(value) else value
+        super().__setattr__(name, followed)
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        return self._train(super().fit, *args, **kwargs)  # type: ignore[misc]
+
+    def _train(self, fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_training:
+            return fit(*args, **kwargs)  # called by another fit, whose end is the end of the training
+        self._is_training = True
+        try:
+            result = fit(*args, **kwargs)
+        except BaseException:
+            self._end_failed_training()
+            raise
+        finally:
+            self._is_training = False
+        self._end_training()
+        return result
+
+    def _end_training(self) -> None:
+        try:
+            self._samples.close()
+            if self._weight_sync is not None:
+                self.rollout_skip.statistics.notes.append(self._weight_sync.describe())
+        finally:
+            self.rollout_skip.close()
+
+    def _end_failed_training(self) -> None:
+        try:
+            self._end_training()
+        except Exception as error:  # the error that ended the training is the one to see
+            logger.error("while the dumps were completed: %s", error)
+
+    def _warn_outside_fit(self) -> None:
+        """For each rollout step: a loop that is not ``fit`` has to close the recording itself."""
+        if self._is_training or self._was_warned or not self.rollout_skip.settings.mode.writes:
+            return
+        self._was_warned = True
+        logger.warning(
+            "%s generates outside of fit, so the end of its training is not noticed: call trainer.rollout_skip.close() "
+            "at the end of the loop, or steps that are not written yet are lost when Ray ends the process",
+            type(self).__name__,
+        )
+
+
+def follow_class(trainer: type) -> None:
+    """Wrap the ``fit`` of each class that is derived from a mixin, unless it is wrapped already."""
+    for kind in trainer.__mro__:
+        fit = vars(kind).get(FIT)
+        if kind is FollowedFit:
+            return  # its own fit calls what comes after it
+        # Compared with itself, because functools.wraps copies such a mark to whatever wraps the function again.
+        if fit is not None and issubclass(kind, FollowedFit) and getattr(fit, _ITSELF, None) is not fit:
+            setattr(kind, FIT, _followed(fit))
+
+
+def explain_unfollowable(method: Any) -> str | None:
+    """Why a method returns before its work is done, so that its end cannot be noticed; None if it does not."""
+    function = inspect.unwrap(method) if callable(method) else method
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "is asynchronous, so that rollouts are made for later steps"
+    return "is a generator, which does nothing by itself" if inspect.isgeneratorfunction(function) else None
+
+
+def find_fit(trainer: type) -> Any:
+    """The ``fit`` of a trainer that is not the one above."""
+    return next((vars(kind)[FIT] for kind in trainer.__mro__ if kind is not FollowedFit and FIT in vars(kind)), None)
+
+
+def _followed(fit: Any) -> Any:
+    @functools.wraps(fit)
+    def followed(self: FollowedFit, *args: Any, **kwargs: Any) -> Any:
+        return self._train(fit.__get__(self, type(self)), *args, **kwargs)
+
+    setattr(followed, _ITSELF, followed)
+    return followed
