@@ -22,6 +22,7 @@ from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.identity import UNREADABLE
 from verl_rollout_skip.rules import Effect, identities_for, rule_for
 from verl_rollout_skip.secrets import MASK, mask
+from verl_rollout_skip.source_code import class_identity
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 """They only say when a training ends, unless the learning rate follows a schedule over its whole length."""
 CHECKPOINT = "trainer.resume_from_path"
 """It says which weights a training starts from, unless it is one of its own checkpoints, or is not looked at."""
+
+TRAINER = "code of the trainer class"
+"""Of one that is the user's own. It decides what is learned from a rollout, not what is generated."""
 
 Flat = dict[str, Any]
 
@@ -55,8 +59,8 @@ class Fingerprint:
 _HANDED_ON = re.compile(r"(?<!engine_)kwargs\.")
 
 
-def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
-    """Take the fingerprint of a training's configuration. Reads the files that it names."""
+def make_fingerprint(config: DictConfig | Mapping[str, Any], trainer: type | None = None) -> Fingerprint:
+    """Take the fingerprint of a training's configuration and trainer class. Reads the files that they name."""
     rollout: Flat = {}
     training: Flat = {}
     flat = dict(flatten(plain(config)))
@@ -71,8 +75,11 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any]) -> Fingerprint:
         training = {key: value for key, value in training.items() if key not in LENGTH}
     if CHECKPOINT in training and _is_own_checkpoint(flat):
         del training[CHECKPOINT]
+    code = class_identity(trainer) if trainer is not None else ""
+    if code:
+        training[TRAINER] = code
     rollout, training = mask(rollout), mask(training)
-    for key, value in rollout.items():
+    for key, value in {**rollout, TRAINER: code}.items():
         if UNREADABLE in str(value):
             logger.warning("%s: %s; a change of its content will not be noticed", key, value)
         elif MASK in str(value):

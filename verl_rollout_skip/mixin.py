@@ -55,7 +55,7 @@ class RolloutSkipMixin(FollowedFit):
         if SkipConfig.from_config(config).mode is not Mode.OFF:
             self._seam: Seam = find_seam(type(self))
             config = _as_v0(config)
-        self.rollout_skip = RolloutSkip.open(config, trainer=f"{type(self).__module__}.{type(self).__qualname__}")
+        self.rollout_skip = RolloutSkip.open(config, trainer=type(self))
         self._driver_batch: DriverBatch | None = None
         self._weight_sync = None
         self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)

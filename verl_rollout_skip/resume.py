@@ -21,6 +21,7 @@ from yaml import YAMLError
 
 from verl_rollout_skip.config import BLOCK, argument, dump_dir_of, take_out_skip_keys
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
+from verl_rollout_skip.fingerprint import TRAINER
 from verl_rollout_skip.manifest import Manifest
 from verl_rollout_skip.seams import first_step
 from verl_rollout_skip.secrets import masked_keys
@@ -73,6 +74,11 @@ def run_resumption(resumption: Resumption) -> None:
         trainer_class = SkipTaskRunner.trainer_class if uses_v1 else _trainer_class(resumption.manifest)
 
     train(resumption.config, ResumingTaskRunner)
+
+
+def own_trainer(manifest: Manifest) -> type | None:
+    """The user's own class that recorded a manifest, whose code is compared; None if it was not one."""
+    return _trainer_class(manifest) if TRAINER in manifest.training else None
 
 
 def _way_on(manifest: Manifest, config: DictConfig) -> dict[str, str]:

@@ -84,10 +84,10 @@ class RolloutSkip:
         self._check_recorded()
 
     @classmethod
-    def open(cls, config: DictConfig | Mapping[str, Any], trainer: str | None = None) -> RolloutSkip:
+    def open(cls, config: DictConfig | Mapping[str, Any], trainer: type | None = None) -> RolloutSkip:
         """Everything from a training's configuration: settings, fingerprint, and the rollouts that fit.
 
-        ``trainer`` is the class that trains, as ``module.Class``, for ``rollout-skip resume``.
+        ``trainer`` is the class that trains: its code is compared, and ``rollout-skip resume`` finds it again.
         """
         return cls(open_run(config, trainer))
 

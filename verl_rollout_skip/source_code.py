@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import inspect
+import linecache
 import os
 import sys
 import sysconfig
@@ -20,12 +22,17 @@ from typing import Any
 import xxhash
 import yaml
 
-from verl_rollout_skip.identity import file_identity, name_identity
+from verl_rollout_skip.identity import UNREADABLE, file_identity, name_identity
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _NAMED, _FOLLOWED = 20, 1000
 # Users debug these while they replay. verl's version is in the manifest.
 _NOT_FOLLOWED = {"verl", "verl_rollout_skip"}
+# What Python itself puts into a class.
+_NOTHING = {
+    *("__module__", "__doc__", "__qualname__", "__dict__", "__weakref__", "__annotations__", "__static_attributes__"),
+    *("__firstlineno__", "__abstractmethods__", "_abc_impl", "__orig_bases__", "__parameters__"),
+}
 # What the YAML files of tools, interactions and agent loops call the class that they configure.
 _CLASS_KEYS = ("class_name", "_target_")
 
@@ -52,6 +59,41 @@ def classes_identity(path: str) -> str:
         return file_identity(path)
     modules = sorted({name.rpartition(".")[0] for name in _class_names(tree)} - {""})
     return "; ".join([file_identity(path), *map(module_identity, modules)])
+
+
+def class_identity(kind: type) -> str:
+    """The source of a class and its bases that are neither installed nor verl's nor empty; "" if there are none."""
+    names: dict[str, list[str]] = {}
+    for base in kind.__mro__:
+        if (
+            base.__module__.split(".")[0] in (*_NOT_FOLLOWED, *sys.builtin_module_names)
+            or vars(base).keys() <= _NOTHING
+        ):
+            continue
+        file = _class_file(base)
+        if file is None or not _is_installed(Path(file)):
+            names.setdefault(_text_identity(file), []).append(base.__qualname__)
+    return "; ".join(", ".join(found) + identity for identity, found in names.items())
+
+
+def _class_file(kind: type) -> str | None:
+    module = sys.modules.get(kind.__module__)
+    # Where Ray has sent a class to, __main__ is another script than the one that defines it.
+    is_there = kind.__module__ != "__main__" or getattr(module, kind.__name__, None) is kind
+    if is_there and getattr(module, "__file__", None):
+        return module.__file__  # type: ignore[union-attr]
+    for value in vars(kind).values():
+        function = inspect.unwrap(getattr(value, "__func__", None) or getattr(value, "fget", None) or value)
+        if inspect.isfunction(function) and function.__module__ == kind.__module__:
+            return function.__code__.co_filename
+    return None
+
+
+def _text_identity(file: str | None) -> str:
+    if file is not None and Path(file).is_file():
+        return f": {code_identity(file)}"
+    text = "".join(linecache.getlines(file or ""))  # a cell of a notebook
+    return f": a cell, digest {xxhash.xxh3_128(text.encode()).hexdigest()}" if text else f" ({UNREADABLE})"
 
 
 def _class_names(tree: Any) -> Iterator[str]:
@@ -148,15 +190,13 @@ def _roots(file: Path, name: str) -> list[Path]:
 @functools.lru_cache(maxsize=8)
 def _search_path(here: str, *entries: str) -> tuple[Path, ...]:
     """The folders of projects among those in which Python looks: no standard library, no installed packages."""
-    system = [Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib")]
     folders = [Path(here, entry).resolve() for entry in entries]
-    return tuple(
-        folder
-        for folder in folders
-        if folder.is_dir()
-        and not _INSTALLED & set(folder.parts)
-        and not any(folder.is_relative_to(other) for other in system)
-    )
+    return tuple(folder for folder in folders if folder.is_dir() and not _is_installed(folder))
+
+
+def _is_installed(path: Path) -> bool:
+    system = [Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib")]
+    return bool(_INSTALLED & set(path.parts)) or any(path.resolve().is_relative_to(other) for other in system)
 
 
 def _modules(folder: Path, parts: list[str]) -> Iterator[Path]:

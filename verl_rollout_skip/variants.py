@@ -70,13 +70,13 @@ class Run:
     trainer: str | None = None
 
 
-def open_run(config: DictConfig | Mapping[str, Any], trainer: str | None = None) -> Run:
+def open_run(config: DictConfig | Mapping[str, Any], trainer: type | None = None) -> Run:
     """Read the settings, take the fingerprint and find the rollouts that fit; raise if a wish cannot be met."""
     tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     settings = SkipConfig.from_config(tree)
     if settings.mode is Mode.OFF:
         return Run(settings, "", Fingerprint({}, {}), tree)
-    name, fingerprint = run_name(tree), make_fingerprint(tree)
+    name, fingerprint = run_name(tree), make_fingerprint(tree, trainer)
     own = writes = None
     if settings.dump_dir is not None:
         writes = join(settings.dump_dir, name, variant_name(fingerprint.config_hash))
@@ -95,7 +95,8 @@ def open_run(config: DictConfig | Mapping[str, Any], trainer: str | None = None)
     if settings.mode.reads:
         for source in sources:
             _report(source, fingerprint, tree)
-    return Run(settings, name, fingerprint, tree, tuple(sources), writes, trainer)
+    trainer_name = None if trainer is None else f"{trainer.__module__}.{trainer.__qualname__}"
+    return Run(settings, name, fingerprint, tree, tuple(sources), writes, trainer_name)
 
 
 def own_source(folder: str, fingerprint: Fingerprint) -> Source | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from verl_rollout_skip.identity import file_identity
-from verl_rollout_skip.source_code import classes_identity, code_identity, module_identity
+from verl_rollout_skip.identity import UNREADABLE, file_identity
+from verl_rollout_skip.source_code import class_identity, classes_identity, code_identity, module_identity
 
 
 @pytest.fixture
@@ -140,3 +142,47 @@ def test_a_module_in_a_folder_without_init_is_found(tmp_path: Path, monkeypatch:
     tool.write_text("LIMIT = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert module_identity("own_tools.search") == f"own_tools.search, {file_identity(str(tool))}"
+
+
+def class_of(source: str, file: str, name: str = "Own", module: str = "__main__", **scope: Any) -> type:
+    """A class as Python makes it from a file."""
+    scope["__name__"] = module
+    exec(compile(source, file, "exec"), scope)
+    return scope[name]
+
+
+OWN_CLASS = "class Own:\n    def train(self):\n        import parsing\n"
+
+
+def test_a_class_of_a_script_is_known_by_its_file_also_where_main_is_another_script(project: Path) -> None:
+    """Ray sends it to a process of its own, whose __main__ is Ray's worker."""
+    (project / "script.py").write_text(OWN_CLASS)
+    kind = class_of(OWN_CLASS, str(project / "script.py"))
+    assert class_identity(kind) == f"Own: {code_identity(str(project / 'script.py'))}"
+    assert "parsing.py" in class_identity(kind)
+
+
+def test_a_class_of_a_notebook_is_known_by_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    identities = []
+    for source in (OWN_CLASS, OWN_CLASS, OWN_CLASS.replace("parsing", "tables")):
+        cell = f"<cell {len(identities)}>"
+        monkeypatch.setitem(linecache.cache, cell, (len(source), None, source.splitlines(keepends=True), cell))
+        identities.append(class_identity(class_of(source, cell)))
+    assert identities[0] == identities[1] != identities[2]
+    assert UNREADABLE not in identities[0]
+
+
+@pytest.mark.parametrize("module", ["__main__", "no_such_module"])
+def test_a_class_without_source_says_so(module: str) -> None:
+    assert class_identity(class_of(OWN_CLASS, "<string>", module=module)) == f"Own ({UNREADABLE})"
+    assert class_identity(class_of("class Own:\n    x = 1\n", "<string>", module=module)) == f"Own ({UNREADABLE})"
+
+
+def test_classes_that_are_installed_or_add_nothing_do_not_count() -> None:
+    import json
+
+    class Bare(json.JSONDecoder):
+        """Nothing of its own."""
+
+    assert class_identity(Bare) == ""
+    assert class_identity(pytest.MonkeyPatch) == ""

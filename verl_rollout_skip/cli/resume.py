@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> Result:
     from verl_rollout_skip.entries import describe_steps
     from verl_rollout_skip.messages import show_messages
-    from verl_rollout_skip.resume import check_environment, plan_resumption, run_resumption
+    from verl_rollout_skip.resume import check_environment, own_trainer, plan_resumption, run_resumption
 
     show_messages()
     resumption = plan_resumption(parsed.manifest, parsed.overrides)
@@ -45,7 +45,7 @@ def run(parsed: argparse.Namespace) -> Result:
     from verl_rollout_skip.rollout import RolloutSkip
     from verl_rollout_skip.store.store import RolloutStore
 
-    with RolloutSkip.open(resumption.config):
+    with RolloutSkip.open(resumption.config, own_trainer(resumption.manifest)):
         pass  # whatever does not fit is told by now
     recorded = RolloutStore(resumption.manifest.path.removesuffix("/manifest.json"))
     data = {

@@ -50,8 +50,8 @@ class RolloutSkipMixin(FollowedFit):
     def __init__(self, config: DictConfig) -> None:
         show_messages()
         follow_class(type(self))
-        mode, name = base_mode(type(self)), f"{type(self).__module__}.{type(self).__qualname__}"
-        self.rollout_skip = RolloutSkip.open(copy.deepcopy(config), trainer=name)
+        mode = base_mode(type(self))
+        self.rollout_skip = RolloutSkip.open(copy.deepcopy(config), trainer=type(self))
         reward.check_settings(self.rollout_skip.settings, config)
         if self._is_on:
             check_fit(type(self))

@@ -1,0 +1,130 @@
+"""Another trainer is another training: its code is compared by content, and rollouts of another one are off-policy."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from tests.driver.training import Finished, SkipTrainer, Trainings, heard
+from verl_rollout_skip.cli import resume
+from verl_rollout_skip.errors import UnsupportedTrainerError
+
+OWN = """
+from signs import SIGN
+from tests.driver.training import SkipTrainer
+
+
+class OwnTrainer(SkipTrainer):
+    def _update_actor(self, batch):
+        batch.batch["advantages"] *= SIGN
+        return super()._update_actor(batch)
+
+
+class Other(OwnTrainer):
+    def _update_critic(self, batch):
+        return super()._update_critic(batch)
+
+
+class Bare(OwnTrainer):
+    pass
+"""
+MESSAGE = "the training differs from the one that recorded"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's own trainer, and a module that it imports."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "own_trainer.py").write_text(OWN)
+    (folder / "signs.py").write_text("SIGN = 1\n")
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def trainer(module: str = "own_trainer", name: str = "OwnTrainer") -> type:
+    """As a new process would import it."""
+    for stale in ("signs", "own_trainer"):
+        sys.modules.pop(stale, None)
+    importlib.invalidate_caches()
+    sys.dont_write_bytecode = True  # two versions of a file within a second would be one
+    return getattr(importlib.import_module(module), name)
+
+
+def off_policy(training: Finished) -> list[float]:
+    return [metrics["timing_s/rollout_skip/off_policy"] for _, metrics in sorted(training.metrics.items())]
+
+
+def test_a_subclass_with_negated_advantages_is_off_policy_and_the_log_says_why(
+    trainings: Trainings, project: Path
+) -> None:
+    trainings.run("record")
+    (project / "signs.py").write_text("SIGN = -1\n")
+    negated = trainings.run("replay", trainer=trainer())
+    assert negated.hits == [1.0] * 3, "the rollouts are still used"
+    assert off_policy(negated) == [0.0, 1.0, 1.0]
+    (warning,) = [message for message in negated.messages if MESSAGE in message]
+    assert "code of the trainer class: " in warning
+    assert "OwnTrainer" in warning
+
+
+@pytest.mark.parametrize("name", ["own_trainer.py", "signs.py"])
+def test_a_change_in_the_trainer_or_in_what_it_imports_is_noticed(
+    trainings: Trainings, project: Path, name: str
+) -> None:
+    trainings.run("record", trainer=trainer())
+    same = trainings.run("replay", trainer=trainer())
+    assert off_policy(same) == [0.0, 0.0, 0.0]
+    assert not same.said(MESSAGE)
+    with open(project / name, "a") as file:
+        file.write("ANOTHER = 1\n")
+    changed = trainings.run("replay", trainer=trainer())
+    assert off_policy(changed) == [0.0, 1.0, 1.0]
+    assert changed.said(MESSAGE)
+
+
+def test_another_class_of_the_same_file_is_noticed(trainings: Trainings, project: Path) -> None:
+    trainings.run("record", trainer=trainer())
+    other = trainings.run("replay", trainer=trainer(name="Other"))
+    assert off_policy(other) == [0.0, 1.0, 1.0]
+
+
+def test_a_file_that_was_moved_and_a_class_that_adds_nothing_are_the_same_trainer(
+    trainings: Trainings, project: Path
+) -> None:
+    trainings.run("record", trainer=trainer())
+    assert off_policy(trainings.run("replay", trainer=trainer(name="Bare"))) == [0.0, 0.0, 0.0]
+    (project / "own_trainer.py").rename(project / "moved.py")
+    moved = trainings.run("replay", trainer=trainer("moved"))
+    assert off_policy(moved) == [0.0, 0.0, 0.0]
+    assert not moved.said(MESSAGE)
+
+
+def test_a_class_without_anything_of_its_own_is_the_ready_made_trainer(trainings: Trainings) -> None:
+    trainings.run("record")
+    bare = trainings.run("replay", trainer=type("Bare", (SkipTrainer,), {}))
+    assert off_policy(bare) == [0.0, 0.0, 0.0]
+
+
+def test_a_class_whose_source_cannot_be_read_is_told(trainings: Trainings) -> None:
+    scope: dict[str, type] = {"SkipTrainer": SkipTrainer, "__name__": "__main__"}
+    exec(compile("class Cell(SkipTrainer):\n    def own(self): pass", "<a cell of a notebook>", "exec"), scope)
+    recorded = trainings.run("record", trainer=scope["Cell"])
+    assert recorded.said("code of the trainer class: Cell (content not readable from here)")
+    assert recorded.said("a change of its content will not be noticed")
+
+
+def test_the_trainer_that_resume_finds_again_is_the_same(trainings: Trainings, project: Path) -> None:
+    trainings.run("record", trainer=trainer())
+    with heard() as messages:
+        resume.run(Namespace(manifest=trainings.store.path, overrides=[], dry_run=True))
+    assert not any(MESSAGE in message for message in messages)
+    (project / "own_trainer.py").unlink()
+    trainer_is_gone = pytest.raises(UnsupportedTrainerError, match=r"own_trainer\.OwnTrainer cannot be imported here")
+    sys.modules.pop("own_trainer")
+    with trainer_is_gone:
+        resume.run(Namespace(manifest=trainings.store.path, overrides=[], dry_run=True))
