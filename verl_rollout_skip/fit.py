@@ -24,63 +24,39 @@ _ITSELF = "_followed_fit"
 
 
 class FollowedFit:
-    """A base of the mixins. At the end of a training, also of one that fails, it waits for the dumps."""
+    """A base of the mixins. At the end of a training, also of one that fails, it waits for the dumps.
+
+    What it adds to a trainer has names that no trainer has for something else.
+    """
 
     rollout_skip: RolloutSkip
     _samples: SampleLog
     _weight_sync: DeferredWeightSync | None
-    _is_training = False
-    _was_warned = False
+    _skip_is_in_fit = False
+    _skip_warned_outside_fit = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         follow_class(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        followed = functools.partial(self._train, value) if name == FIT and callable(value) else value
+        followed = functools.partial(_run, self, value) if name == FIT and callable(value) else value
         super().__setattr__(name, followed)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        return self._train(super().fit, *args, **kwargs)  # type: ignore[misc]
+        return _run(self, super().fit, *args, **kwargs)  # type: ignore[misc]
 
-    def _train(self, fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_training:
-            return fit(*args, **kwargs)  # called by another fit, whose end is the end of the training
-        self._is_training = True
-        try:
-            result = fit(*args, **kwargs)
-        except BaseException:
-            self._end_failed_training()
-            raise
-        finally:
-            self._is_training = False
-        self._end_training()
-        return result
 
-    def _end_training(self) -> None:
-        try:
-            self._samples.close()
-            if self._weight_sync is not None:
-                self.rollout_skip.statistics.notes.append(self._weight_sync.describe())
-        finally:
-            self.rollout_skip.close()
-
-    def _end_failed_training(self) -> None:
-        try:
-            self._end_training()
-        except Exception as error:  # the error that ended the training is the one to see
-            logger.error("while the dumps were completed: %s", error)
-
-    def _warn_outside_fit(self) -> None:
-        """For each rollout step: a loop that is not ``fit`` has to close the recording itself."""
-        if self._is_training or self._was_warned or not self.rollout_skip.settings.mode.writes:
-            return
-        self._was_warned = True
-        logger.warning(
-            "%s generates outside of fit, so the end of its training is not noticed: call trainer.rollout_skip.close() "
-            "at the end of the loop, or steps that are not written yet are lost when Ray ends the process",
-            type(self).__name__,
-        )
+def warn_outside_fit(trainer: FollowedFit) -> None:
+    """Called for each rollout step: a loop that is not ``fit`` has to close the recording itself."""
+    if trainer._skip_is_in_fit or trainer._skip_warned_outside_fit or not trainer.rollout_skip.settings.mode.writes:
+        return
+    trainer._skip_warned_outside_fit = True
+    logger.warning(
+        "%s generates outside of fit, so the end of its training is not noticed: call trainer.rollout_skip.close() "
+        "at the end of the loop, or steps that are not written yet are lost when Ray ends the process",
+        type(trainer).__name__,
+    )
 
 
 def follow_class(trainer: type) -> None:
@@ -110,7 +86,38 @@ def find_fit(trainer: type) -> Any:
 def _followed(fit: Any) -> Any:
     @functools.wraps(fit)
     def followed(self: FollowedFit, *args: Any, **kwargs: Any) -> Any:
-        return self._train(fit.__get__(self, type(self)), *args, **kwargs)
+        return _run(self, fit.__get__(self, type(self)), *args, **kwargs)
 
     setattr(followed, _ITSELF, followed)
     return followed
+
+
+def _run(trainer: FollowedFit, fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if trainer._skip_is_in_fit:
+        return fit(*args, **kwargs)  # called by another fit, whose end is the end of the training
+    trainer._skip_is_in_fit = True
+    try:
+        result = fit(*args, **kwargs)
+    except BaseException:
+        _end_failed(trainer)
+        raise
+    finally:
+        trainer._skip_is_in_fit = False
+    _end(trainer)
+    return result
+
+
+def _end(trainer: FollowedFit) -> None:
+    try:
+        trainer._samples.close()
+        if trainer._weight_sync is not None:
+            trainer.rollout_skip.statistics.notes.append(trainer._weight_sync.describe())
+    finally:
+        trainer.rollout_skip.close()
+
+
+def _end_failed(trainer: FollowedFit) -> None:
+    try:
+        _end(trainer)
+    except Exception as error:  # the error that ended the training is the one to see
+        logger.error("while the dumps were completed: %s", error)

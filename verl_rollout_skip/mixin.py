@@ -15,7 +15,7 @@ from verl import DataProto
 from verl_rollout_skip.config import SkipConfig, take_out_skip_keys
 from verl_rollout_skip.driver_batch import DriverBatch
 from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
-from verl_rollout_skip.fit import FollowedFit, follow_class
+from verl_rollout_skip.fit import FollowedFit, follow_class, warn_outside_fit
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode, Reward
@@ -96,7 +96,7 @@ class RolloutSkipMixin(FollowedFit):
         if prompts.meta_info.get("validate", False):
             self._driver_batch = None  # it was the one of this validation
             return self._generate_now(prompts)
-        self._warn_outside_fit()
+        warn_outside_fit(self)
         key = RolloutKey(self.global_steps, self._gen_batches)
         self._gen_batches += 1
         inputs = prompts if self._driver_batch is None else self._driver_batch.complete(prompts)

@@ -77,12 +77,13 @@ def open_run(config: DictConfig | Mapping[str, Any], trainer: type | None = None
     if settings.mode is Mode.OFF:
         return Run(settings, "", Fingerprint({}, {}), tree)
     name, fingerprint = run_name(tree), make_fingerprint(tree, trainer)
+    trainer_name = None if trainer is None else f"{trainer.__module__}.{trainer.__qualname__}"
     own = writes = None
     if settings.dump_dir is not None:
         writes = join(settings.dump_dir, name, variant_name(fingerprint.config_hash))
         own = own_source(writes, fingerprint)
         if own is None:
-            own = _restored_source(writes, Manifest.make(name, tree, fingerprint, trainer), settings)
+            own = _restored_source(writes, Manifest.make(name, tree, fingerprint, trainer_name), settings)
         if own is None:
             check_level(settings.dump_dir)
     if settings.source:
@@ -95,7 +96,6 @@ def open_run(config: DictConfig | Mapping[str, Any], trainer: type | None = None
     if settings.mode.reads:
         for source in sources:
             _report(source, fingerprint, tree)
-    trainer_name = None if trainer is None else f"{trainer.__module__}.{trainer.__qualname__}"
     return Run(settings, name, fingerprint, tree, tuple(sources), writes, trainer_name)
 
 

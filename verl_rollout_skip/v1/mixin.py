@@ -20,7 +20,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_rollout_skip.config import take_out_skip_keys
 from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
-from verl_rollout_skip.fit import FollowedFit, follow_class
+from verl_rollout_skip.fit import FollowedFit, follow_class, warn_outside_fit
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode, Reward
@@ -136,7 +136,7 @@ class RolloutSkipMixin(FollowedFit):
     ) -> tuple[KVBatchMeta, dict[str, Any]]:
         if partition_id != sampled.PARTITION:
             return self._sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        self._warn_outside_fit()
+        warn_outside_fit(self)
         key = self._next_key()
         rollout = None
         if self.rollout_skip.covers(key) and (self._holds_back or self.rollout_skip.settings.mode is not Mode.CACHE):
