@@ -10,13 +10,15 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 PY := $(VENV)/bin/python
-PIP_INSTALL := $(PY) -m pip install --quiet --no-input --disable-pip-version-check
 # The tests of a file share their recordings. In folder order the long files come first.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# The stamp's name holds a checksum of what is installed: another setup.cfg is another stamp.
-STAMP := $(VENV)/.ready-$(shell (cat setup.cfg; echo '$(TORCH)') | cksum | cut -d' ' -f1)
-DOCS_STAMP := $(STAMP)-docs
+# One stamp for each group of packages. Its name holds a checksum of what is installed: another setup.cfg is another stamp.
+INSTALL := PYTHON='$(PYTHON)' scripts/pip_install.sh
+CHECKSUM := $(shell (cat setup.cfg; echo '$(TORCH)') | cksum | cut -d' ' -f1)
+READY := $(VENV)/.ready-$(CHECKSUM)
+DEV_READY := $(READY)-dev
+DOCS_READY := $(READY)-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help setup browser test test-all test-rest test-versions lint format bench bench-store bench-trainings demo tour docs clean
@@ -25,30 +27,27 @@ help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | \
 		awk -F'\t' '{ printf "  %-18s %s\n", $$1, $$2 }'
 
-setup: $(STAMP) ## create the virtual environment (VENV, PYTHON) and install everything, once
+setup: $(DEV_READY) ## create the environment (VENV, PYTHON) for the demo, the tests and the linters
 
 # torch first and alone: verl would bring a CUDA build and gigabytes of nvidia packages with it.
-# An environment without a stamp (an interrupted set-up) is completed, not made anew.
-$(STAMP):
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || \
-		{ echo '$(PYTHON) is not Python 3.10 to 3.12: choose one with make PYTHON=...' >&2; exit 1; }
-	@echo '==> virtual environment: $(VENV)'
-	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@echo '==> installing $(TORCH)'
-	@$(PIP_INSTALL) '$(TORCH)'
-	@echo '==> installing verl-rollout-skip with verl and the development tools (a few minutes)'
-	@$(PIP_INSTALL) '$(TORCH)' -e '.[verl,dev]'
-	@if $(PY) -m pip freeze | grep -q '^torch==.*+cpu' && $(PY) -m pip freeze | grep '^nvidia-'; then \
+# An environment without a stamp (an interrupted set-up) is completed, not made again.
+$(READY):
+	@$(INSTALL) $(VENV) '$(TORCH), into $(VENV)' '$(TORCH)'
+	@$(INSTALL) $(VENV) 'verl-rollout-skip, verl and Ray' '$(TORCH)' -e '.[verl]'
+	@if $(PY) -m pip freeze 2>/dev/null | grep -q '^torch==.*+cpu' && $(PY) -m pip freeze 2>/dev/null | grep '^nvidia-'; then \
 		echo 'CUDA packages (above) came beside a CPU build of torch: remove $(VENV) and set up again' >&2; \
 		exit 1; \
 	fi
 	@rm -f $(VENV)/.ready-*
 	@touch $@
-	@echo '==> ready'
 
-$(DOCS_STAMP): $(STAMP)
-	@echo '==> installing the documentation tools'
-	@$(PIP_INSTALL) '$(TORCH)' -e '.[docs]'
+$(DEV_READY): $(READY)
+	@$(INSTALL) $(VENV) 'tools for tests and linters' '$(TORCH)' -e '.[verl,dev]'
+	@touch $@
+	@echo '==> $(VENV) is ready for make demo, make test and make lint'
+
+$(DOCS_READY): $(READY)
+	@$(INSTALL) $(VENV) 'tools for the documentation' '$(TORCH)' -e '.[verl,docs]'
 	@touch $@
 
 test: setup ## run the quick tests before every commit (TESTS=tests/unit PYTEST_ARGS='-k name -x')
@@ -66,10 +65,8 @@ OLD := 'numpy<2' 'pyarrow<22' 'transformers<5' cachetools fastapi openai uvicorn
 
 .PRECIOUS: .venv-verl-%/.ready
 .venv-verl-%/.ready: setup.cfg
-	@echo '==> environment for verl $*: .venv-verl-$*'
-	@$(PYTHON) -m venv .venv-verl-$*
-	@.venv-verl-$*/bin/python -m pip install --quiet --no-input --disable-pip-version-check '$(TORCH)'
-	@.venv-verl-$*/bin/python -m pip install --quiet --no-input --disable-pip-version-check '$(TORCH)' 'verl==$*' $(OLD) -e .
+	@$(INSTALL) .venv-verl-$* '$(TORCH), into .venv-verl-$*' '$(TORCH)'
+	@$(INSTALL) .venv-verl-$* 'verl $*' '$(TORCH)' 'verl==$*' $(OLD) -e .
 	@touch $@
 
 test-versions: $(VERSIONS:%=.venv-verl-%/.ready) ## run the training loops of older versions of verl (VERSIONS)
@@ -110,13 +107,13 @@ bench-trainings: setup ## whole trainings: off, record, cache, replay, verl's ow
 	$(PY) -m benchmarks.trainings --recording
 	$(PY) -m benchmarks.picture
 
-demo: setup ## record a short training on CPU, train again from the dumps, compare (DEMO_ARGS)
+demo: $(READY) ## record short trainings on CPU, replay them, compare (DEMO_ARGS)
 	$(PY) -m recipes.demo $(DEMO_ARGS)
 
 tour: setup ## a tour of the store: record, load, kill a writer, damage a file, query with SQL
 	$(PY) -m recipes.store_tour
 
-docs: $(DOCS_STAMP) ## build the documentation into docs/_build/html
+docs: $(DOCS_READY) ## build the documentation into docs/_build/html
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 clean: ## remove caches and build products; the virtual environment stays
