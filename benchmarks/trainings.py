@@ -9,20 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
 from recipes.cpu import runs
 from recipes.cpu.assets import make_assets
+from recipes.cpu.processes import Usage
 
 RESULTS = Path(__file__).parent / "results" / "trainings.json"
 console = Console()
@@ -136,10 +135,11 @@ def measure_all(folder: Path, steps: int, v1: bool) -> dict[str, Measured]:
 def measure(name: str, folder: Path, assets: Path, overrides: list[str]) -> Measured:
     process = runs.start("recipes.ppo.main_ppo", "ppo_cpu", folder, assets, overrides)
     run = runs.TrainingRun(folder)
-    started, first, peak = time.monotonic(), 0.0, 0
+    usage = Usage(process.pid, memory_interval=0.0)
+    started, first = time.monotonic(), 0.0
     try:
         while process.poll() is None:
-            peak = max(peak, _memory(process))
+            usage.sample()
             if not first and run.metrics():
                 first = time.monotonic()
             time.sleep(0.25 if not first else 2.0)  # to look at the memory of a process holds it up
@@ -155,23 +155,9 @@ def measure(name: str, folder: Path, assets: Path, overrides: list[str]) -> Meas
         start_s=first - started - steps[0],
         step_s=statistics.median(steps[len(steps) // 2 :]),
         rollout_s=statistics.median(rollouts[len(rollouts) // 2 :]),
-        peak_bytes=peak,
+        peak_bytes=usage.peak_bytes,
         hits=len(run.hits()),
     )
-
-
-def _memory(process: subprocess.Popen[bytes]) -> int:
-    """The memory of a process and of all below it; what they share is counted once."""
-    total = 0
-    try:
-        for member in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
-            try:
-                total += member.memory_full_info().pss
-            except psutil.Error:
-                continue
-    except psutil.NoSuchProcess:
-        pass
-    return total
 
 
 def compare(measured: dict[str, Measured]) -> dict[str, float]:

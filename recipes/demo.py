@@ -1,165 +1,218 @@
-"""The demonstration, ``make demo``: record a short training on CPU, train again from the dumps, and compare.
+"""The demonstration, ``make demo``: record short trainings on CPU, replay them without an engine, and compare.
 
-Real trainings of verl with Ray and FSDP2, as a user starts them; only the model, the data and the engine are tiny.
+Real trainings of verl with Ray and FSDP2, started as a user starts them; only the model, the data and the engine are
+tiny.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
-import psutil
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from recipes.cpu import runs
 from recipes.cpu.assets import make_assets
+from recipes.cpu.environment import REPOSITORY, cpu_environment
+from recipes.cpu.processes import Usage, end_descendants, keep_descendants
 from verl_rollout_skip.sizes import format_size
 
-console = Console()
-SERVER = "ray::CPUServer"
+console = Console(highlight=False)
+MODES = ("record", "replay")
+STARTS = {
+    "record": "starting Ray, the workers and the inference engine",
+    "replay": "starting Ray and the workers, no inference engine",
+}
+DONE = {"record": "generated and recorded", "replay": "loaded"}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A training to run: ``like`` names the one whose metrics it must repeat."""
+class Training:
+    """A training to record and to replay. ``block`` is how its command line names the settings of this package."""
 
     name: str
-    recipe: str
-    mode: str
-    like: str | None = None
+    module: str
+    config: str
+    setting: str
+    block: str = "rollout_skip"
+    options: tuple[str, ...] = ()
+
+
+TRAININGS = {
+    "ppo": Training("PPO", "recipes.ppo.main_ppo", "ppo_cpu", "trainer.use_v1=False"),
+    "dapo": Training("DAPO", "recipes.dapo.main_dapo", "dapo_cpu", "trainer.use_v1=False"),
+    # verl's own entry point: nothing but settings makes it record.
+    "v1": Training(
+        "V1",
+        "verl.trainer.main_ppo",
+        "cpu_trainer",
+        "trainer.v1.trainer_mode=skip_sync",
+        block="+rollout_skip",
+        options=(f"--config-dir={REPOSITORY}/recipes/cpu/config",),
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A training that was run, how long it took, and whether an inference server was seen among its processes."""
+    """What one execution of a training took, and the metrics it must have in common with the other."""
 
-    plan: Plan
-    run: runs.TrainingRun
     seconds: float
+    rollout_seconds: float
+    cpu_seconds: float
+    peak_bytes: int
     engine: bool
-
-    def row(self, others: dict[str, Outcome]) -> list[str]:
-        metrics = self.run.metrics()
-        last = metrics[max(metrics)]
-        return [
-            self.plan.name,
-            f"{self.seconds:.0f} s",
-            "yes" if self.engine else "no",
-            f"{sum(self.run.timing('gen').values()):.2f} s",
-            f"{len(self.run.hits())} of {len(metrics)}",
-            str(len(self.run.trace("sync"))),
-            f"{last['critic/score/mean']:.3f}",
-            self._identical(others),
-        ]
-
-    def _identical(self, others: dict[str, Outcome]) -> str:
-        if self.plan.like is None:
-            return ""
-        return "yes" if self.run.results() == others[self.plan.like].run.results() else "NO"
-
-
-PLANS = [
-    Plan("ppo record", "ppo", "record"),
-    Plan("ppo cache", "ppo", "cache", like="ppo record"),
-    Plan("ppo replay", "ppo", "replay", like="ppo record"),
-    Plan("dapo record", "dapo", "record"),
-    Plan("dapo replay", "dapo", "replay", like="dapo record"),
-]
+    metrics: dict[int, dict[str, object]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--folder", type=Path, help="where to put everything (default: a new temporary folder)")
     parser.add_argument("--steps", type=int, default=4, help="training steps of each run (default: 4)")
+    parser.add_argument("--only", choices=TRAININGS, help="one of the trainings instead of all three")
     options = parser.parse_args()
-    folder = (options.folder or Path(tempfile.mkdtemp(prefix="rollout-skip-demo-"))).resolve()
-    dumps = folder / "dumps"
-    console.print(f"Everything goes to {folder}", highlight=False)
-    assets = make_assets(folder / "assets").folder
-    outcomes: dict[str, Outcome] = {}
-    for number, plan in enumerate(PLANS, start=1):
-        title = f"{number}/{len(PLANS)} {plan.name}"
-        outcomes[plan.name] = train(title, plan, folder / plan.name.replace(" ", "-"), assets, dumps, options.steps)
+    folder = (options.folder or Path(tempfile.mkdtemp(prefix="skip-demo-"))).resolve()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    keep_descendants()
+    try:
+        outcomes = train_all([options.only] if options.only else list(TRAININGS), folder, options.steps)
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. All processes of the demo have ended; its files are in {folder}", soft_wrap=True)
+        sys.exit(130)
     show(outcomes)
-    size = sum(file.stat().st_size for file in dumps.rglob("*.parquet"))
-    console.print(f"The dumps ({format_size(size)}) are in {dumps}", highlight=False, soft_wrap=True)
-    console.print(
-        f"Look at them:  {Path(sys.executable).parent}/rollout-skip ls {dumps}", highlight=False, soft_wrap=True
-    )
-    if any("NO" in outcome.row(outcomes) for outcome in outcomes.values()):
-        sys.exit("A training that was repeated from its dumps gave other metrics. That is a bug: please report it.")
+    show_commands(folder, options.steps)
+    if differing := [name for name, pair in outcomes.items() if not identical(pair)]:
+        sys.exit(f"The replay of {', '.join(differing)} has other metrics than its recording. Please report this bug.")
 
 
-def train(title: str, plan: Plan, folder: Path, assets: Path, dumps: Path, steps: int) -> Outcome:
-    overrides = [
-        "trainer.use_v1=False",
+def interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def train_all(names: list[str], folder: Path, steps: int) -> dict[str, dict[str, Outcome]]:
+    """By name and mode."""
+    console.print(f"Real trainings of verl on CPU, with a tiny model. Everything goes to {folder}", soft_wrap=True)
+    assets = make_assets(folder / "assets").folder
+    write_environment(folder, assets)
+    outcomes: dict[str, dict[str, Outcome]] = {name: {} for name in names}
+    for index, name in enumerate(names):
+        for mode in MODES:
+            number = index * len(MODES) + MODES.index(mode) + 1
+            title = f"{number}/{len(names) * len(MODES)} {TRAININGS[name].name} {mode}"
+            outcomes[name][mode] = train(title, TRAININGS[name], mode, folder, assets, steps)
+    return outcomes
+
+
+def train(title: str, training: Training, mode: str, folder: Path, assets: Path, steps: int) -> Outcome:
+    run = runs.TrainingRun(folder / f"{training.name.lower()}-{mode}")
+    settings = [
+        training.setting,
+        f"trainer.experiment_name={training.name.lower()}",
         f"trainer.total_training_steps={steps}",
-        f"rollout_skip.mode={plan.mode}",
-        f"rollout_skip.dump_dir={dumps}",
+        f"{training.block}.mode={mode}",
+        f"{training.block}.dump_dir={folder}/dumps",
     ]
     started = time.monotonic()
-    process = runs.start(f"recipes.{plan.recipe}.main_{plan.recipe}", f"{plan.recipe}_cpu", folder, assets, overrides)
-    run = runs.TrainingRun(folder)
     try:
-        engine = follow(title, run, process, steps)
+        process = runs.start(training.module, training.config, run.folder, assets, settings, training.options)
+        usage = follow(title, mode, run, process, steps)
+        seconds = time.monotonic() - started
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_descendants()
+        signal.signal(signal.SIGINT, before)
     if process.returncode != 0:
-        console.print(run.log[-4000:], markup=False, highlight=False)
-        sys.exit(f"{plan.name} ended with {process.returncode}; all that it printed is in {folder}/log")
-    return Outcome(plan, run, time.monotonic() - started, engine)
+        console.print(run.log[-4000:], markup=False)
+        sys.exit(f"{title} ended with exit code {process.returncode}; {run.folder}/log has all that it printed")
+    rollout_seconds = sum(run.timing("gen").values())
+    return Outcome(seconds, rollout_seconds, usage.cpu_seconds, usage.peak_bytes, usage.engine, run.results())
 
 
-def follow(title: str, run: runs.TrainingRun, process: subprocess.Popen[bytes], steps: int) -> bool:
-    """Show how far a training is until it ends: on a terminal in place, otherwise a line for each change.
-
-    Returns whether an inference server was among its processes.
-    """
-    started, shown, engine = time.monotonic(), "", False
+def follow(title: str, mode: str, run: runs.TrainingRun, process: subprocess.Popen[bytes], steps: int) -> Usage:
+    """Show what a training does until it ends: on a terminal in place, otherwise a line for each change."""
+    started, shown, usage = time.monotonic(), "", Usage(process.pid)
     with console.status(title) as status:
         while process.poll() is None:
-            done = run.metrics()
-            if done:
-                loaded = " (loaded)" if max(done) in run.hits() else ""
-                text = f"step {max(done)} of {steps}{loaded}"
-            else:
-                text = "verl starts Ray, the workers and the engine (about half a minute)"
-            status.update(f"{title}: {text}, {time.monotonic() - started:.0f} s")
+            done = max(run.metrics(), default=0)
+            text = f"{title}: step {done} of {steps} {DONE[mode]}" if done else f"{title}: {STARTS[mode]}"
+            status.update(f"{text}, {time.monotonic() - started:.0f} s")
             if text != shown and not console.is_terminal:
-                console.print(f"{title}: {text}", highlight=False)
+                console.print(text, soft_wrap=True)
             shown = text
-            engine = engine or has_engine(process)
+            usage.sample()
             time.sleep(0.5)
-    console.print(
-        f"{title}: {max(run.metrics(), default=0)} steps in {time.monotonic() - started:.0f} s", highlight=False
-    )
-    return engine
+    console.print(f"{title}: {max(run.metrics(), default=0)} steps in {time.monotonic() - started:.0f} s")
+    return usage
 
 
-def has_engine(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        return any(
-            SERVER in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children(recursive=True)
-        )
-    except psutil.Error:
-        return False  # one of them has just ended; there is a next time
-
-
-def show(outcomes: dict[str, Outcome]) -> None:
-    table = Table(title="The same training, recorded and from its dumps")
-    for name in ("run", "total", "engine", "in rollout", "loaded", "weight syncs", "final reward", "identical metrics"):
-        table.add_column(name, justify="left" if name == "run" else "right")
-    for outcome in outcomes.values():
-        table.add_row(*outcome.row(outcomes))
+def show(outcomes: dict[str, dict[str, Outcome]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "engine", "total", "rollouts", "CPU", "memory", "identical metrics"):
+        table.add_column(name, justify="left" if name == "" else "right")
+    for name, pair in outcomes.items():
+        record, replay = pair["record"], pair["replay"]
+        table.add_row(f"{TRAININGS[name].name} record", *cells(record), "")
+        table.add_row("replay".rjust(len(TRAININGS[name].name) + 7), *cells(replay), "yes" if identical(pair) else "NO")
+        table.add_row(*ratios(record, replay), "", end_section=True)
     console.print(table)
+    console.print("Most of the time goes into starting verl: the model is tiny. With a real one it goes into rollouts.")
+
+
+def cells(outcome: Outcome) -> list[str]:
+    return [
+        "yes" if outcome.engine else "no",
+        f"{outcome.seconds:.0f} s",
+        f"{outcome.rollout_seconds:.2f} s",
+        f"{outcome.cpu_seconds:.0f} s",
+        format_size(outcome.peak_bytes),
+    ]
+
+
+def ratios(record: Outcome, replay: Outcome) -> list[str]:
+    pairs = [
+        (record.seconds, replay.seconds),
+        (record.rollout_seconds, replay.rollout_seconds),
+        (record.cpu_seconds, replay.cpu_seconds),
+        (record.peak_bytes, replay.peak_bytes),
+    ]
+    return ["saving", "", *(f"{before / after:.1f}×" for before, after in pairs)]
+
+
+def identical(pair: dict[str, Outcome]) -> bool:
+    return pair["record"].metrics == pair["replay"].metrics
+
+
+def write_environment(folder: Path, assets: Path) -> None:
+    """What a shell must source before it goes on with a training of the demo."""
+    variables = {**cpu_environment(assets), "VERL_FILE_LOGGER_PATH": f"{folder}/resumed.jsonl"}
+    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()]
+    (folder / "environment").write_text("".join(lines))
+
+
+def show_commands(folder: Path, steps: int) -> None:
+    program, dumps = Path(sys.executable).with_name("rollout-skip"), folder / "dumps"
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    first = min(dumps.iterdir(), key=lambda run: run.stat().st_ctime)
+    manifest = next(first.glob("*/manifest.json"))
+    console.print(f"\nThe rollouts are in {dumps}. List them, look at them, go on with the first training:\n")
+    for command in (
+        f"{program} ls {dumps}",
+        f"{program} report {dumps} -o {folder}/report.html",
+        f"(. {folder}/environment; {program} resume {manifest} trainer.total_training_steps={steps + 2})",
+    ):
+        console.print(f"  {command}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -87,9 +87,22 @@ def arguments(folder: Path, config: str) -> list[str]:
     ]
 
 
-def start(module: str, config: str, folder: Path, assets: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
-    """Start a recipe; what it prints goes to the file ``log`` in its folder."""
+def start(
+    module: str, config: str, folder: Path, assets: Path, overrides: list[str], options: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a recipe; what it prints goes to the file ``log`` in its folder.
+
+    A Ctrl-C in the terminal does not reach it: the caller ends it. ``options`` go to hydra itself.
+    """
     environment = prepare(folder, assets)
-    command = [sys.executable, "-m", module, *arguments(folder, config), *overrides]
+    command = [sys.executable, "-m", module, *options, *arguments(folder, config), *overrides]
     with open(folder / "log", "wb") as log:
-        return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
