@@ -20,6 +20,7 @@ from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.misspelled import find_misspelled
 from verl_rollout_skip.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward, choose, suggest
 from verl_rollout_skip.sizes import parse_size
+from verl_rollout_skip.store.locations import is_url
 
 BLOCK = "rollout_skip"
 OLD_SWITCH = "actor_rollout_ref.rollout.skip_rollout"
@@ -129,7 +130,7 @@ class SkipConfig:
                 f"{BLOCK}.dump_dir is not set and mode is {self.mode.value!r}. Set it to an absolute path "
                 f"(or a URL such as s3://bucket/dumps), e.g. {BLOCK}.dump_dir=/data/rollout_dumps."
             )
-        if self.dump_dir is not None and "://" not in self.dump_dir:
+        if self.dump_dir is not None and not is_url(self.dump_dir):
             _check_folder(Path(self.dump_dir), writes=self.mode.writes)
         if self.mode is Mode.REPLAY and self.steps.ranges is not None and self.engine is not Engine.ON:
             raise ConfigError(
@@ -289,7 +290,7 @@ def _path(value: Any, key: str) -> str | None:
         return None
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{key} is {value!r}; give an absolute path or a URL such as s3://bucket/folder.")
-    if "://" in value and not value.startswith("file://"):
+    if is_url(value) and not value.startswith("file://"):
         return value
     path = os.path.expanduser(value.removeprefix("file://"))
     if not os.path.isabs(path):

@@ -6,8 +6,11 @@ from collections.abc import Collection, Sequence
 
 from verl_rollout_skip.config import BLOCK, parse_steps
 from verl_rollout_skip.entries import describe_steps
+from verl_rollout_skip.errors import UnsafePathError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.modes import Mode
+from verl_rollout_skip.store import names
+from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.variants import Source
 
 
@@ -53,7 +56,12 @@ def explain_key(key: RolloutKey, keys: Collection[RolloutKey], mode: Mode, sourc
 
 def _likely_cause(step: int, sources: Sequence[Source]) -> str:
     """What the recorded training was told, or what happened to it."""
+    key = RolloutKey(step)
     for source in sources:
+        try:
+            open_storage(source.folder).info(names.folder_name(key), names.data_name(key))
+        except UnsafePathError as error:
+            return str(error)
         trainer, block = (source.manifest.config.get(name) or {} for name in ("trainer", BLOCK))
         steps, limit, length = block.get("steps"), block.get("max_dump_steps"), trainer.get("total_training_steps")
         if step not in parse_steps(steps, f"{BLOCK}.steps"):

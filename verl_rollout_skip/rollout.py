@@ -7,6 +7,7 @@ dumped. It never pairs a recorded rollout with other prompts without being told 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import shlex
 import time
@@ -26,6 +27,7 @@ from verl_rollout_skip.errors import (
     RolloutSkipError,
     StoreError,
     UnreadableEntryError,
+    UnsafePathError,
     UnsupportedBatchError,
 )
 from verl_rollout_skip.history import HISTORY, IDENTITY, History, extend, identity_of
@@ -119,7 +121,7 @@ class RolloutSkip:
         """
         if self._recorder is not None:
             self._recorder.raise_failures()
-            if self.settings.mode is Mode.RECORD and key in self._recorder.store:
+            if self.settings.mode is Mode.RECORD and self._is_taken(key, self._recorder.store):
                 raise EntryExistsError(self._taken(f"{key} is"))
         loaded = self._load(key, line_up)
         if loaded is None and not self.settings.mode.generates:
@@ -300,7 +302,7 @@ class RolloutSkip:
         """The entry if there is one. A folder that does not answer counts as a failed dump does."""
         try:
             entry = self._open_entry(key, store) if key in store else None
-        except OSError as error:
+        except (OSError, UnsafePathError) as error:
             if not self.settings.mode.generates or self.settings.fails_on_dump_error:
                 raise
             logger.error("%s is generated, because %s cannot be read: %s", key, source.folder, error)
@@ -417,9 +419,11 @@ class RolloutSkip:
             if following.gen_batch == 0 and self.settings.mode in (Mode.REPEAT, Mode.REPEAT_LAST):
                 following = self._wanted_key(following)
             for _, store in self._sources:
-                if following in store:
-                    store.prefetch(following)
-                    return
+                # What is wrong with it is said when it is asked for.
+                with contextlib.suppress(OSError, UnsafePathError):
+                    if following in store:
+                        store.prefetch(following)
+                        return
 
     # What is known
 
@@ -435,6 +439,14 @@ class RolloutSkip:
                 f"Mode {self.settings.mode.value!r} loads recorded rollouts, and {places(self.sources)} holds none. "
                 f"Record first ({BLOCK}.mode=cache)."
             )
+
+    def _is_taken(self, key: RolloutKey, store: RolloutStore) -> bool:
+        try:
+            return key in store
+        except (OSError, UnsafePathError):
+            if self.settings.fails_on_dump_error:
+                raise
+            return False  # the dump fails as well, and says why
 
     def _taken(self, what: str) -> str:
         assert self._recorder is not None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_rollout_skip.config import BLOCK, SkipConfig, run_name
 from verl_rollout_skip.entries import Entries, Unreadable
-from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, MismatchError
+from verl_rollout_skip.errors import ConfigError, EntryNotFoundError, ManifestError, MismatchError
 from verl_rollout_skip.fingerprint import Fingerprint, difference, make_fingerprint
 from verl_rollout_skip.layout import gpu_layout, layout_difference, versions
 from verl_rollout_skip.manifest import (
@@ -81,13 +82,15 @@ def open_run(config: DictConfig | Mapping[str, Any], trainer: type | None = None
     own = writes = None
     if settings.dump_dir is not None:
         writes = join(settings.dump_dir, name, variant_name(fingerprint.config_hash))
-        own = own_source(writes, fingerprint)
-        if own is None:
-            own = _restored_source(writes, Manifest.make(name, tree, fingerprint, trainer_name), settings)
-        if own is None:
-            check_level(settings.dump_dir)
+        with _naming("dump_dir", settings.dump_dir):
+            own = own_source(writes, fingerprint)
+            if own is None:
+                own = _restored_source(writes, Manifest.make(name, tree, fingerprint, trainer_name), settings)
+            if own is None:
+                check_level(settings.dump_dir)
     if settings.source:
-        given = _from_source(settings, fingerprint)
+        with _naming("source", settings.source):
+            given = _from_source(settings, fingerprint)
         is_own = own is not None and own.folder == given.folder
         sources = [given] if own is None or is_own or not settings.mode.generates else [given, own]
     else:
@@ -97,6 +100,15 @@ def open_run(config: DictConfig | Mapping[str, Any], trainer: type | None = None
         for source in sources:
             _report(source, fingerprint, tree)
     return Run(settings, name, fingerprint, tree, tuple(sources), writes, trainer_name)
+
+
+@contextmanager
+def _naming(key: str, path: str) -> Iterator[None]:
+    """Say of a place that does not answer which setting names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{BLOCK}.{key} is {path}, and what is there cannot be read: {error}") from error
 
 
 def own_source(folder: str, fingerprint: Fingerprint) -> Source | None:

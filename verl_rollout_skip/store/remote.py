@@ -2,6 +2,7 @@
 
 Each file is one put, which is whole and durable when it returns. The first writer of a name wins where the store
 supports conditional puts (S3, Google Cloud Storage and memory do); elsewhere the name is checked just before.
+Whatever the library behind a URL raises is an ``OSError`` here: callers need not know its errors.
 """
 
 from __future__ import annotations
@@ -18,6 +19,18 @@ from verl_rollout_skip.errors import EntryTooLargeError
 from verl_rollout_skip.store.storage import HERE, FileInfo, Staged, too_large
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "az"}
+_EXTRA = "Install it with pip install 'verl-rollout-skip[remote]'."
+_LIBRARIES = {
+    **dict.fromkeys(("s3", "s3a", "gs", "gcs"), _EXTRA),
+    "hdfs": (
+        "hdfs:// needs Hadoop's libhdfs and Java on this machine (JAVA_HOME, HADOOP_HOME, and CLASSPATH from 'hadoop "
+        "classpath --glob'); webhdfs:// needs neither."
+    ),
+}
+_CREDENTIALS = {
+    **dict.fromkeys(("s3", "s3a"), "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or a role"),
+    **dict.fromkeys(("gs", "gcs"), "GOOGLE_APPLICATION_CREDENTIALS or a service account"),
+}
 
 
 class RemoteStorage:
@@ -30,7 +43,10 @@ class RemoteStorage:
 
     def _open(self) -> None:
         # A listing that was cached would hide what other processes have committed.
-        self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **self._options)
+        try:
+            self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **self._options)
+        except (ImportError, OSError, ValueError) as error:
+            raise OSError(self._cannot_open(error)) from error
         self._root = root.rstrip("/")
         self._pid = os.getpid()
         # There are no folders in a bucket, and asking for one could create a bucket whose name was misspelt.
@@ -45,6 +61,27 @@ class RemoteStorage:
             type(self._filesystem).clear_instance_cache()
             self._open()
         return self._filesystem
+
+    def _cannot_open(self, error: Exception) -> str:
+        protocol = self.url.partition("://")[0]
+        advice = _LIBRARIES.get(protocol, "")
+        if isinstance(error, ValueError):
+            advice = "Give an absolute path, or a URL of a kind that fsspec knows."
+        return f"{self.url} cannot be opened: {_first_line(error)}. {advice}".rstrip()
+
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the file system."""
+        try:
+            return getattr(self._fs, method)(*arguments, **options)
+        except OSError:
+            raise
+        except Exception as error:
+            advice = ""
+            if "credential" in f"{type(error).__name__} {error}".lower():
+                known = _CREDENTIALS.get(self.url.partition("://")[0], "")
+                advice = " The process that trains needs credentials" + (f": {known}." if known else ".")
+            message = f"{self.url} does not answer: {type(error).__name__}: {_first_line(error)}.{advice}"
+            raise OSError(message) from error
 
     def stage(self, folder: str) -> Staged:
         return Staged(folder, io.BytesIO())
@@ -61,19 +98,19 @@ class RemoteStorage:
             raise FileNotFoundError(self.where(folder, name))
         if info.size > limit:
             raise EntryTooLargeError(too_large(self.where(folder, name), info.size, limit))
-        return bytes(self._fs.cat_file(self._path(folder, name)))
+        return bytes(self._ask("cat_file", self._path(folder, name)))
 
     def info(self, folder: str, name: str) -> FileInfo | None:
         return self._find(self._path(folder, name))
 
     def rename(self, folder: str, old: str, new: str) -> None:
-        data = self._fs.cat_file(self._path(folder, old))
+        data = self._ask("cat_file", self._path(folder, old))
         self._pipe(self._path(folder, new), data, "overwrite")
         self.delete(folder, old)
 
     def delete(self, folder: str, name: str) -> None:
         try:
-            self._fs.rm_file(self._path(folder, name))
+            self._ask("rm_file", self._path(folder, name))
         except FileNotFoundError:
             pass
 
@@ -93,26 +130,30 @@ class RemoteStorage:
 
     def _pipe(self, path: str, data: bytes, mode: str) -> None:
         if not self._has_buckets:
-            self._fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            self._ask("makedirs", path.rsplit("/", 1)[0], exist_ok=True)
         # Not every server of the S3 kind heeds the condition of a put.
         if mode == "create" and self._find(path) is not None:
             raise FileExistsError(path)
-        self._fs.pipe_file(path, data, mode=mode)
+        self._ask("pipe_file", path, data, mode=mode)
 
     def _find(self, path: str) -> FileInfo | None:
         try:
-            return _file_info(self._fs.info(path, refresh=True))
+            return _file_info(self._ask("info", path, refresh=True))
         except FileNotFoundError:
             return None
 
     def _list(self, path: str) -> list[dict[str, Any]]:
         try:
-            return list(self._fs.ls(path, detail=True, refresh=True))
+            return list(self._ask("ls", path, detail=True, refresh=True))
         except FileNotFoundError:
             return []
 
     def _path(self, folder: str, name: str = "") -> str:
         return "/".join(part for part in (self._root, folder, name) if part not in ("", HERE))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 def _file_info(found: dict[str, Any]) -> FileInfo:

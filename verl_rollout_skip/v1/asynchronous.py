@@ -6,6 +6,7 @@ replayed from its first step to its last or not at all: steps cannot be loaded a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import transfer_queue as tq
@@ -13,12 +14,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import NonTensorData, TensorDict
 
 from verl_rollout_skip.config import BLOCK, SkipConfig
-from verl_rollout_skip.errors import ConfigError, EntryExistsError
+from verl_rollout_skip.errors import ConfigError, EntryExistsError, MismatchError
 from verl_rollout_skip.missing import places
 from verl_rollout_skip.modes import Mode
 from verl_rollout_skip.rollout import RolloutSkip, describe_steps
 from verl_rollout_skip.v1.sampled import PARTITION, waiting_prompts
+from verl_rollout_skip.v1.seam import SYNC
+from verl_rollout_skip.variants import Source
 
+_MODE = "trainer.v1.trainer_mode"
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
 _REASON = (
     "an asynchronous training generates ahead: what a step trains on depends on the prompts in flight and on the "
@@ -38,6 +42,18 @@ def check_settings(settings: SkipConfig) -> None:
             f"{BLOCK}.steps is {settings.steps} and mode is 'replay', but {_REASON}: steps cannot be loaded and "
             f"generated in turn. Replay all steps ({BLOCK}.steps=all)."
         )
+
+
+def check_sources(sources: Sequence[Source], mode: str) -> None:
+    """Refuse recordings of the other kind, which ``on_mismatch: reuse`` or ``source`` let through."""
+    for source in sources:
+        recorded = source.manifest.fingerprint.get(_MODE)
+        if recorded is not None and (recorded == SYNC) != (mode == SYNC):
+            raise MismatchError(
+                f"{source.folder} was recorded with {_MODE}={recorded}, and this training is one of {mode}. Not even "
+                f"{BLOCK}.on_mismatch=reuse can give its rollouts to this training, because {_REASON}. Set "
+                f"{_MODE}=skip_{recorded}, or record again."
+            )
 
 
 def check_steps(rollout_skip: RolloutSkip, wanted: range) -> None:
