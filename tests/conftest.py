@@ -23,6 +23,12 @@ settings.register_profile("full", _PROFILE, max_examples=500)
 settings.load_profile("quick")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Digests of test files do not belong into the cache of whoever runs the tests."""
+    os.environ["VERL_ROLLOUT_SKIP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Trainers that are made in this process set up logging, and the libraries they use add to the environment."""

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.misspelled import find_misspelled
-from verl_rollout_skip.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward, choose, suggest
+from verl_rollout_skip.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward, Weights, choose, suggest
 from verl_rollout_skip.sizes import parse_size
 from verl_rollout_skip.store.locations import is_url
 
@@ -62,6 +62,7 @@ class SkipConfig:
     source: str | None = None
     reward: Reward = Reward.RECORDED
     engine: Engine = Engine.AUTO
+    weights: Weights = Weights.FULL
     background: bool = True
     on_dump_error: OnDumpError = OnDumpError.AUTO
     max_disk: int | None = None
@@ -112,6 +113,7 @@ class SkipConfig:
             source=_path(values.get("source"), f"{BLOCK}.source"),
             reward=choose(Reward, values.get("reward", Reward.RECORDED), f"{BLOCK}.reward"),
             engine=choose(Engine, values.get("engine", Engine.AUTO), f"{BLOCK}.engine"),
+            weights=choose(Weights, values.get("weights", Weights.FULL), f"{BLOCK}.weights"),
             background=_switch(values.get("background", True), f"{BLOCK}.background"),
             on_dump_error=choose(OnDumpError, values.get("on_dump_error", "auto"), f"{BLOCK}.on_dump_error"),
             max_disk=_size(values.get("max_disk"), f"{BLOCK}.max_disk"),

@@ -18,9 +18,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_rollout_skip.contents import LIST_OF_ONE, identities_for
+from verl_rollout_skip.environment import environment
 from verl_rollout_skip.errors import ConfigError
-from verl_rollout_skip.identity import UNREADABLE
-from verl_rollout_skip.rules import Effect, identities_for, rule_for
+from verl_rollout_skip.identity import SAMPLED, UNREADABLE, model_identity, sampled_model_identity
+from verl_rollout_skip.media import media_identity
+from verl_rollout_skip.modes import Weights
+from verl_rollout_skip.rules import Effect, rule_for, unused
 from verl_rollout_skip.secrets import MASK, mask
 from verl_rollout_skip.source_code import class_identity
 
@@ -35,6 +39,8 @@ CHECKPOINT = "trainer.resume_from_path"
 
 TRAINER = "code of the trainer class"
 """Of one that is the user's own. It decides what is learned from a rollout, not what is generated."""
+WEIGHTS = "rollout_skip.weights"
+DATA = "data.train_files"
 
 Flat = dict[str, Any]
 
@@ -64,11 +70,17 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any], trainer: type | Non
     rollout: Flat = {}
     training: Flat = {}
     flat = dict(flatten(plain(config)))
+    flat |= environment(flat)
+    sampled = flat.get(WEIGHTS) == Weights.SAMPLED.value
     for key, value in flat.items():
         effect = rule_for(key).effect
         if effect is Effect.NEITHER or value == {} or (value is None and not _HANDED_ON.search(key)):
             continue  # a setting that is null, an empty block and one that is not there mean the same to verl
-        (training if effect is Effect.TRAINING else rollout).update(_identities(key, value))
+        if unused(key, flat) is None:
+            (training if effect is Effect.TRAINING else rollout).update(_identities(key, value, sampled))
+    media = media_identity(_as_list(flat.get(DATA)), flat)
+    if media is not None:
+        rollout[f"{DATA}#media"] = media
     if training.get("algorithm.adv_estimator") == "remax":
         rollout[BASELINE] = True
     if not _learns_by_length(training):
@@ -82,6 +94,8 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any], trainer: type | Non
     for key, value in {**rollout, TRAINER: code}.items():
         if UNREADABLE in str(value):
             logger.warning("%s: %s; a change of its content will not be noticed", key, value)
+        elif SAMPLED in str(value):
+            logger.warning("%s: %s; a change of the rest will not be noticed (%s)", key, value, WEIGHTS)
         elif MASK in str(value):
             logger.info("%s is taken for a secret and not compared: a change of it will not be noticed", key)
     return Fingerprint(dict(sorted(rollout.items())), dict(sorted(training.items())))
@@ -134,15 +148,22 @@ def _whole_numbers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _identities(key: str, value: Any) -> Flat:
+def _identities(key: str, value: Any, sampled: bool) -> Flat:
     if not identities_for(key):
         return {key: value}
-    names = value if isinstance(value, list) else [value]
+    if key in LIST_OF_ONE and isinstance(value, list) and len(value) == 1:
+        value = value[0]
     found: Flat = {}
     for part, identify in identities_for(key).items():
-        identities = [identify(str(name)) for name in names]
+        if sampled and identify is model_identity:
+            identify = sampled_model_identity
+        identities = [identify(str(name)) for name in _as_list(value)]
         found[f"{key}#{part}" if part else key] = identities if isinstance(value, list) else identities[0]
     return found
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _is_own_checkpoint(config: Flat) -> bool:

@@ -1,91 +1,137 @@
-"""What a file or folder *is*, by its content: the same wherever it is mounted, and quick for hundreds of gigabytes.
+"""What a file or folder *is*, by its content: the same wherever it is mounted.
 
-Small files are digested whole. Of large ones the size, both ends and blocks in between are, and in safetensors files a
-piece of every tensor: a checkpoint that was trained on differs in nearly every number of the tensors that were trained.
-What cannot be read from here is known by its name only, and that is said.
+Every byte of it counts. Only where the user asks for it are large files of a model sampled: the size, both ends, blocks
+in between, and in safetensors files a piece of the tensors; the identity then says so. What cannot be read from here is
+known by its name only, and that is said too.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import xxhash
-
+from verl_rollout_skip.file_digests import blob_digest, digest_files
 from verl_rollout_skip.sizes import format_size
 
 _WHOLE_BYTES = 8 << 20
-_WHOLE_DATA_BYTES = 2 << 30
 _END_BYTES = 1 << 20
 _BLOCKS, _BLOCK_BYTES = 16, 64 << 10
 _TENSORS, _TENSOR_BYTES = 256, 4 << 10
 _MAX_HEADER_BYTES = 64 << 20
-_READ_BYTES = 16 << 20
+_DIGEST_LETTERS = 32
 _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*.jinja", "*.model", "*.tiktoken"),
 )
-_IRRELEVANT = (".*", "*.md", "LICENSE*", "USE_POLICY*", "*.png", "*.jpg", "*.pdf", "__pycache__")
+_WEIGHTS = (
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"),
+    *("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data"),
+)
+_HIDDEN = (".*", "__pycache__")
+# Files beside a model that nobody reads to load it, with the reason.
+NOT_OF_THE_MODEL = {
+    ".*": "hidden: locks, download caches, version control",
+    "__pycache__": "made by Python from the sources, which count",
+    "*.md": "text for people",
+    "LICENSE*": "text for people",
+    "USE_POLICY*": "text for people",
+    "*.pdf": "text for people",
+    "*.png": "a figure of the model card",
+    "*.jpg": "a figure of the model card",
+    "*.log": "a log",
+    "nohup.out": "a log",
+    "slurm-*.out": "a log",
+    "events.out.tfevents.*": "a log, of TensorBoard",
+    "training_args.bin": "how the model was trained",
+    "trainer_state.json": "how the model was trained",
+    "optimizer.pt": "of the training that made the model, which no rollout reads",
+    "scheduler.pt": "of the training that made the model, which no rollout reads",
+    "rng_state*.pth": "of the training that made the model, which no rollout reads",
+}
 UNREADABLE = "content not readable from here"
+SAMPLED = "only sampled"
 
 
 def model_identity(path: str) -> str:
     """Configuration, code and weights of a model folder, or its name on the hub."""
-    return _folder_identity(path, tokenizer=False)
+    return _folder_identity(path, _is_of_the_model)
+
+
+def sampled_model_identity(path: str) -> str:
+    """The same, but of files beyond 8 MiB only samples are read."""
+    return _folder_identity(path, _is_of_the_model, sampled=True)
 
 
 def tokenizer_identity(path: str) -> str:
     """Tokenizer and chat template of a model folder, or its name on the hub."""
-    return _folder_identity(path, tokenizer=True)
+    return _folder_identity(path, is_tokenizer_file)
+
+
+def processing_identity(path: str) -> str:
+    """Tokenizer, chat template, processor and code of a folder (all but weights), or its name on the hub."""
+    return _folder_identity(path, _is_no_weight)
 
 
 def data_identity(path: str) -> str:
-    """A file of training data; digested whole up to 2 GiB, because a single changed row matters."""
-    return _file_or_name(path, _WHOLE_DATA_BYTES)
+    """A file of training data."""
+    return _file_identity(path, sampled=False)
 
 
 def file_identity(path: str) -> str:
     """A source or configuration file."""
-    return _file_or_name(path, _WHOLE_BYTES)
+    return _file_identity(path, sampled=False)
 
 
-def _file_or_name(path: str, whole_up_to: int) -> str:
+def _file_identity(path: str, sampled: bool) -> str:
     file = Path(os.path.expanduser(path))
+    if file.is_dir():
+        return _folder_identity(path, lambda name: not _matches(name, _HIDDEN))
     try:
-        if file.is_dir():
-            return _folder_identity(path, tokenizer=None)
         size = file.stat().st_size
-        return f"{format_size(size)}, digest {_digest(file, whole_up_to)}"
     except OSError:
         return name_identity(path)
+    (digest,) = _digests([file], sampled)
+    if digest is None:
+        return name_identity(path)
+    note = f", {SAMPLED}" if digest.of_samples else ""
+    return f"{format_size(size)}{note}, digest {digest.text[:_DIGEST_LETTERS]}"
 
 
-def _folder_identity(path: str, tokenizer: bool | None) -> str:
+def _folder_identity(path: str, counts: Callable[[str], bool], sampled: bool = False) -> str:
     folder = Path(os.path.expanduser(path))
     if not folder.is_dir():
-        return file_identity(path) if folder.is_file() else name_identity(path)
-    files = sorted(_relevant(folder, tokenizer))
-    digest = xxhash.xxh3_128()
-    total, unreadable = 0, []
-    for file in files:
-        name = file.relative_to(folder).as_posix()
-        try:
-            size, content = file.stat().st_size, _digest(file, _WHOLE_BYTES)
-        except OSError:
-            unreadable.append(name)
-            size, content = 0, "unreadable"
-        total += size
-        digest.update(f"{name}\0{size}\0{content}\0".encode("utf-8", "surrogateescape"))
+        return _file_identity(path, sampled) if folder.is_file() else name_identity(path)
+    files = sorted(_files(folder, counts))
+    names = [file.relative_to(folder).as_posix() for file in files]
+    sizes = [_size(file) for file in files]
+    digests = _digests(files, sampled)
+    whole = hashlib.sha256()
+    for name, size, digest in zip(names, sizes, digests, strict=True):
+        content = "unreadable" if digest is None else digest.text
+        whole.update(f"{name}\0{size}\0{content}\0".encode("utf-8", "surrogateescape"))
+    samples = sum(digest is not None and digest.of_samples for digest in digests)
+    note = f", {samples} of them {SAMPLED}" if samples else ""
+    unreadable = [name for name, digest in zip(names, digests, strict=True) if digest is None]
     lost = f" ({', '.join(unreadable)}: {UNREADABLE})" if unreadable else ""
-    return f"{len(files)} files, {format_size(total)}, digest {digest.hexdigest()}{lost}"
+    text = whole.hexdigest()[:_DIGEST_LETTERS]
+    return f"{len(files)} files, {format_size(sum(sizes))}{note}, digest {text}{lost}"
 
 
-def _relevant(folder: Path, tokenizer: bool | None) -> Iterable[Path]:
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _files(folder: Path, counts: Callable[[str], bool]) -> Iterable[Path]:
     seen: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(parent)
@@ -93,39 +139,61 @@ def _relevant(folder: Path, tokenizer: bool | None) -> Iterable[Path]:
             folders.clear()  # a link that leads back
             continue
         seen.add(real)
-        folders[:] = sorted(name for name in folders if not _matches(name, _IRRELEVANT))
-        for name in names:
-            if _matches(name, _IRRELEVANT) or (tokenizer is not None and _matches(name, _TOKENIZER) is not tokenizer):
-                continue
-            yield Path(parent, name)
+        folders[:] = sorted(name for name in folders if not _matches(name, _HIDDEN))
+        yield from (Path(parent, name) for name in names if counts(name))
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of a model folder belongs to its tokenizer or chat template."""
+    return _matches(name, _TOKENIZER) and not _matches(name, NOT_OF_THE_MODEL)
+
+
+def _is_of_the_model(name: str) -> bool:
+    return not _matches(name, NOT_OF_THE_MODEL) and not _matches(name, _TOKENIZER)
+
+
+def _is_no_weight(name: str) -> bool:
+    return not _matches(name, NOT_OF_THE_MODEL) and not _matches(name, _WEIGHTS)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _digest(file: Path, whole_up_to: int) -> str:
-    digest = xxhash.xxh3_128()
-    with open(file, "rb", buffering=0) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size <= whole_up_to:
-            while piece := stream.read(_READ_BYTES):
-                digest.update(piece)
-        else:
-            places = _blocks(size)
+@dataclass(frozen=True)
+class _Digest:
+    text: str
+    of_samples: bool = False
+
+
+def _digests(files: list[Path], sampled: bool) -> list[_Digest | None]:
+    """The digest of each file; None if it cannot be read."""
+    large = {file for file in files if sampled and _size(file) > _WHOLE_BYTES and blob_digest(file) is None}
+    whole = iter(digest_files([file for file in files if file not in large]))
+    texts = [_sample(file) if file in large else next(whole) for file in files]
+    return [None if text is None else _Digest(text, file in large) for file, text in zip(files, texts, strict=True)]
+
+
+def _sample(file: Path) -> str | None:
+    digest = hashlib.sha256()
+    try:
+        with open(file, "rb", buffering=0) as stream:
+            spans = _blocks(os.fstat(stream.fileno()).st_size)
             if file.suffix == ".safetensors":
-                places += _tensor_pieces(stream)
-            for start, length in places:
+                spans += _tensor_pieces(stream)
+            for start, length in spans:
                 stream.seek(start)
                 digest.update(stream.read(length))
+    except OSError:
+        return None
     return digest.hexdigest()
 
 
 def _blocks(size: int) -> list[tuple[int, int]]:
     """Both ends of a file and blocks spread over the rest."""
     inner = size - 2 * _END_BYTES
-    places = [(0, _END_BYTES), (size - _END_BYTES, _END_BYTES)]
-    return places + [(_END_BYTES + inner * block // _BLOCKS, _BLOCK_BYTES) for block in range(_BLOCKS)]
+    spans = [(0, _END_BYTES), (size - _END_BYTES, _END_BYTES)]
+    return spans + [(_END_BYTES + inner * block // _BLOCKS, _BLOCK_BYTES) for block in range(_BLOCKS)]
 
 
 def _tensor_pieces(stream: BinaryIO) -> list[tuple[int, int]]:
@@ -161,8 +229,3 @@ def _hub_commit(name: str) -> str | None:
         if reference.is_file():
             return reference.read_text().strip()
     return None
-
-
-def is_tokenizer_file(name: str) -> bool:
-    """Whether a file of a model folder belongs to its tokenizer or chat template."""
-    return _matches(name, _TOKENIZER)

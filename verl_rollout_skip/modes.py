@@ -87,6 +87,15 @@ class Engine(str, Enum):
     """Never."""
 
 
+class Weights(str, Enum):
+    """How much of the weights is read to know a model by its content."""
+
+    FULL = "full"
+    """Every byte, once: digests of unchanged files are remembered."""
+    SAMPLED = "sampled"
+    """A few megabytes of each large file. A change elsewhere is not noticed."""
+
+
 class OnDumpError(str, Enum):
     """What a failed dump does to the training."""
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from verl_rollout_skip.identity import data_identity, file_identity, model_identity, tokenizer_identity
-from verl_rollout_skip.source_code import classes_identity, code_identity, module_identity
+from verl_rollout_skip.contents import IDENTITIES, base_mode
+from verl_rollout_skip.environment import HARMLESS, PREFIX, READ_BY_ENGINES
+from verl_rollout_skip.identity import NOT_OF_THE_MODEL
+from verl_rollout_skip.patterns import matches
 
 
 class Effect(str, Enum):
@@ -44,7 +46,6 @@ def _rules(effect: Effect, reason: str, *patterns: str, part: str = "tokens") ->
 
 
 _R = "actor_rollout_ref.rollout"
-_ENV = "ray_kwargs.ray_init.runtime_env.env_vars"
 _NEITHER, _TRAINING, _ROLLOUT = Effect.NEITHER, Effect.TRAINING, Effect.ROLLOUT
 
 # Layout and memory of an inference engine, wherever one is configured.
@@ -53,7 +54,7 @@ _ENGINE_KNOBS = (
     *("free_cache_engine", "tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size"),
     *("pipeline_model_parallel_size", "max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill"),
     *("enable_prefix_caching", "scheduling_policy", "layered_summon", "disable_log_stats"),
-    *("multi_stage_wake_up", "disaggregation.*", "update_weights_bucket_megabytes"),
+    *("multi_stage_wake_up", "disaggregation.*", "update_weights_bucket_megabytes", "enable_sleep_mode"),
 )
 # Layout, memory and speed of a training engine (FSDP, Megatron, VeOmni, TorchTitan). What loads weights is not here.
 _TRAIN_KNOBS = (
@@ -92,20 +93,20 @@ RULES: list[Rule] = [
         f"{_R}.trace.*",
     ),
     *_rules(_NEITHER, "monitoring", f"{_R}.prometheus.*", f"{_R}.moe_load_balance_metrics_interval"),
-    # Variables for the workers: an engine or a reward function may read those that are not known to be harmless.
+    # Environment variables, of Ray's runtime_env or of the driver: what is not known to be harmless may matter.
+    *(
+        Rule(f"{PREFIX}{name}", _NEITHER, f"environment: {reason}")
+        for reason, names in HARMLESS.items()
+        for name in names
+    ),
+    *_rules(_ROLLOUT, "an environment variable that engine or reward function may read", f"{PREFIX}*"),
     *_rules(
         _NEITHER,
-        "an environment variable of logging, credentials or transport",
-        *(
-            f"{_ENV}.{name}"
-            for name in ("*LOGGING*", "*_LOG_*", "*_API_KEY", "HF_TOKEN", "AWS_*", "*_PROXY", "*_proxy")
-        ),
-        *(f"{_ENV}.{name}" for name in ("NCCL_*", "TORCH_NCCL_*", "HCCL_*", "GLOO_*", "UCX_*", "RAY_*", "CUDA_*")),
-        *(f"{_ENV}.{name}" for name in ("WANDB_*", "SWANLAB_*", "MLFLOW_*", "PYTORCH_*ALLOC_CONF", "OMP_NUM_THREADS")),
-        *(f"{_ENV}.{name}" for name in ("PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM", "HYDRA_FULL_ERROR")),
+        "how Ray and the transport are started (env_vars: see environment.*)",
+        "ray_kwargs.*",
+        "ray_init.*",
+        "transfer_queue.*",
     ),
-    *_rules(_ROLLOUT, "an environment variable that engine or reward function may read", f"{_ENV}.*"),
-    *_rules(_NEITHER, "how Ray and the transport are started", "ray_kwargs.*", "ray_init.*", "transfer_queue.*"),
     *_rules(
         _NEITHER,
         "how many processes do the work",
@@ -121,6 +122,17 @@ RULES: list[Rule] = [
         *(f"{_R}.log_prob_micro_batch_size*", f"{_R}.log_prob_use_dynamic_bsz", f"{_R}.log_prob_max_token_len_per_gpu"),
     ),
     *_rules(_NEITHER, "how weights travel, where servers run", f"{_R}.checkpoint_engine.*", f"{_R}.router_config_path"),
+    *_rules(
+        _NEITHER,
+        "only logs where a conversation, tokenized whole, differs from what was generated turn by turn",
+        f"{_R}.multi_turn.tokenization_sanity_check_mode",
+    ),
+    *_rules(
+        _ROLLOUT,
+        "only a format that changes weights, e.g. bitsandbytes: verl gives the engine the trainer's weights before the "
+        "first rollout, so what it has loaded before that, or made up (dummy), is never used",
+        f"{_R}.load_format",
+    ),
     *_rules(_NEITHER, "own classes that move weights", f"{_R}.checkpoint_manager_class"),
     *_rules(
         _NEITHER,
@@ -157,7 +169,7 @@ RULES: list[Rule] = [
             for key in ("*coef", "*clamp", "use_*", "policy_loss_mode", "clip_ratio*")
         ),
     ),
-    # The trainer's own block; what is not named here falls to the last rule.
+    # The trainer's own block.
     *_rules(_ROLLOUT, "V0 and V1 trainers record batches of another shape", "trainer.use_v1"),
     *_rules(_ROLLOUT, "which weights generate which trajectory, and which trajectories are kept", "trainer.v1.*"),
     *_rules(
@@ -194,7 +206,17 @@ RULES: list[Rule] = [
         *("trainer.checkpoint_callback_class", "trainer.del_local_ckpt_after_load", "trainer.default_local_dir"),
         *("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"),
     ),
+    *_rules(
+        _TRAINING,
+        "unknown to this package; what is in this block reaches the trainer, and neither engine nor reward function",
+        "trainer.*",
+    ),
     # Learning.
+    *_rules(
+        _NEITHER,
+        "after how many generation batches a step gives up with an error; those it has generated are the same",
+        "algorithm.filter_groups.max_num_gen_batches",
+    ),
     *_rules(_ROLLOUT, "dynamic sampling decides which prompts are generated", "algorithm.filter_groups.*"),
     *_rules(_TRAINING, "advantage and loss (REMAX, which adds rollouts, is compared apart)", "algorithm.*"),
     *_rules(
@@ -254,27 +276,54 @@ RULES: list[Rule] = [
 ]
 
 
+@dataclass(frozen=True)
+class Unused:
+    """Settings that nothing reads in some trainings, whatever their rule says."""
+
+    pattern: str
+    reason: str
+    applies: Callable[[Mapping[str, Any]], bool]
+
+
+_V1_MODES = ("sync", "colocate_async", "separate_async")
+
+
+def _mode(config: Mapping[str, Any]) -> str:
+    return base_mode(str(config.get("trainer.v1.trainer_mode")))
+
+
+def _is_another_mode(mode: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda config: _mode(config) in _V1_MODES and _mode(config) != mode
+
+
+UNUSED: list[Unused] = [
+    Unused(
+        "trainer.v1.*",
+        "`trainer.use_v1` is false: the V0 trainer reads nothing of it",
+        lambda config: config.get("trainer.use_v1") is False,
+    ),
+    *(
+        Unused(f"trainer.v1.{mode}.*", f"`trainer.v1.trainer_mode` is another of verl's modes than {mode}", applies)
+        for mode in _V1_MODES
+        for applies in (_is_another_mode(mode),)
+    ),
+    Unused(
+        "trainer.v1.sampler.max_off_policy_*",
+        "`trainer.v1.trainer_mode` is sync with verl's own sampler, where every trajectory is on-policy",
+        lambda config: _mode(config) == "sync" and not config.get("trainer.v1.sampler.custom_sampler.path"),
+    ),
+]
+
+
 @functools.lru_cache(maxsize=4096)
 def rule_for(key: str) -> Rule:
     """The rule that decides about a setting."""
-    for rule in RULES:
-        if _compiled(rule.pattern).fullmatch(key):
-            return rule
-    raise AssertionError(f"no rule matches {key!r}, although the last one matches everything")
+    return next(rule for rule in RULES if matches(key, rule.pattern))
 
 
-@functools.lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", ".*"), re.DOTALL)
-
-
-@functools.lru_cache(maxsize=4096)
-def identities_for(key: str) -> dict[str, Callable[[str], str]]:
-    """How the content behind a setting is identified; empty if its value is what counts."""
-    for pattern, identities in IDENTITIES.items():
-        if _compiled(pattern).fullmatch(key):
-            return identities
-    return {}
+def unused(key: str, config: Mapping[str, Any]) -> Unused | None:
+    """Why nothing reads a setting in a training with this (flat) configuration; None if it counts as its rule says."""
+    return next((item for item in UNUSED if matches(key, item.pattern) and item.applies(config)), None)
 
 
 def rules_as_markdown() -> str:
@@ -284,10 +333,14 @@ def rules_as_markdown() -> str:
     for (effect, reason), rules in itertools.groupby(RULES, lambda rule: (rule.effect, rule.reason)):
         patterns = ", ".join(f"`{rule.pattern}`" for rule in rules)
         lines.append(f"| {patterns} | {effect.value} | {reason} |")
+    lines += ["", _SOMETIMES, "| setting | if |", "|---|---|"]
+    lines += [f"| `{item.pattern}` | {item.reason} |" for item in UNUSED]
     lines += ["", _CONTENT, "| setting | what counts |", "|---|---|"]
     for pattern, identities in IDENTITIES.items():
         kinds = ", ".join((identify.__doc__ or "").partition(". ")[0].rstrip(".") for identify in identities.values())
         lines.append(f"| `{pattern}` | {kinds} |")
+    lines += ["", _FOLDERS, "| file | what it is |", "|---|---|"]
+    lines += [f"| `{pattern}` | {reason} |" for pattern, reason in NOT_OF_THE_MODEL.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -307,68 +360,21 @@ The first line whose pattern matches a setting decides; `*` stands for anything,
 The estimator `remax` generates a greedy answer beside the sampled ones, so a change from or to it is a change of the
 rollout, although `algorithm.adv_estimator` is otherwise a matter of the training.
 """
-_CONTENT = """## Settings that name files
+_SOMETIMES = """## Settings that are not read
+
+Whatever the list above says of them, these make no difference in some trainings.
+"""
+_CONTENT = f"""## Settings that name files
 
 Of these the content counts, not the path: the same files under another path are the same, and changed files under the
-same path are not.
+same path are not. `data.train_files` may be one file or a list of one. Image, video and audio files that its rows name
+by path are compared by path, size and modification time.
+
+`environment.*` stands for environment variables: all of `ray_kwargs.ray_init.runtime_env.env_vars`, and those of the
+driver that engines read: {", ".join(f"`{name}`" for name in READ_BY_ENGINES)}.
 """
-
-
-def _whether_set(value: str) -> str:
-    """whether it is set"""
-    return "set"
-
-
-def _base_mode(value: str) -> str:
-    """which of verl's trainers it is made of: skip_sync is sync"""
-    return value.removeprefix("skip_")
-
-
-# Settings that name files: what counts is what is in them, not where they are. Several names under one key are digested
-# as several identities.
-IDENTITIES: dict[str, dict[str, Callable[[str], str]]] = {
-    "actor_rollout_ref.model.path": {"": model_identity, "tokenizer": tokenizer_identity},
-    "actor_rollout_ref.model.hf_config_path": {"": model_identity},
-    "actor_rollout_ref.model.tokenizer_path": {"": tokenizer_identity},
-    "actor_rollout_ref.model.external_lib": {"": module_identity},
-    "actor_rollout_ref.model.lora_adapter_path": {"": model_identity},
-    "actor_rollout_ref.model.lora.adapter_path": {"": model_identity},
-    "data.tokenizer": {"": tokenizer_identity},
-    "data.train_files": {"": data_identity},
-    "data.custom_cls.path": {"": code_identity},
-    "data.sampler.class_path": {"": code_identity},
-    "data.tool_config_path": {"": classes_identity},
-    "data.function_tool_path": {"": code_identity},
-    "data.datagen.path": {"": code_identity},
-    f"{_R}.multi_turn.tool_config_path": {"": classes_identity},
-    f"{_R}.multi_turn.function_tool_path": {"": code_identity},
-    f"{_R}.multi_turn.interaction_config_path": {"": classes_identity},
-    f"{_R}.agent.agent_loop_config_path": {"": classes_identity},
-    f"{_R}.agent.custom_async_server.path": {"": code_identity},
-    f"{_R}.quantization_config_file": {"": file_identity},
-    "reward.custom_reward_function.path": {"": code_identity},
-    "reward.reward_manager.module.path": {"": code_identity},
-    "reward.reward_model.model_path": {"": model_identity},
-    "reward.reward_model.rollout.quantization_config_file": {"": file_identity},
-    "custom_reward_function.path": {"": code_identity},
-    "reward_model.model.path": {"": model_identity},
-    "reward_model.reward_loop_module_path": {"": code_identity},
-    "reward_model.model.input_tokenizer": {"": tokenizer_identity},
-    "reward_model.model.external_lib": {"": module_identity},
-    "*sandbox_fusion.url": {"": _whether_set},
-    "distillation.teacher_models.*.model_path": {"": model_identity},
-    "trainer.v1.trainer_mode": {"": _base_mode},
-    "trainer.v1.sampler.custom_sampler.path": {"": code_identity},
-    "*.dist_checkpointing_path": {"": model_identity},
-    "*.load_checkpoint_path": {"": model_identity},
-    "critic.model.path": {"": model_identity},
-    "critic.model.hf_config_path": {"": model_identity},
-    "critic.model.tokenizer_path": {"": tokenizer_identity},
-    "critic.model.lora_adapter_path": {"": model_identity},
-    "critic.model.lora.adapter_path": {"": model_identity},
-    "critic.model.external_lib": {"": module_identity},
-    "*.qat.quantization_config_path": {"": file_identity},
-}
+_FOLDERS = """Files of a model folder that make no difference:
+"""
 
 
 if __name__ == "__main__":

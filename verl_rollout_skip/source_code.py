@@ -1,8 +1,8 @@
 """What code *is*, by its source: the file that a setting names, and the modules of the same project that it imports.
 
-Nothing is imported or run: imports are read off the syntax tree and looked for beside the file, in its package and in
-the other folders of projects on Python's path. Installed packages and verl are not followed; their versions are in the
-manifest.
+Nothing is imported or run: imports are read off the syntax tree and looked for beside the file, in its package, in the
+other folders of projects on Python's path, and where editable installs point. Installed packages and verl are not
+followed; their versions are in the manifest.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _NOTHING = {
 }
 # What the YAML files of tools, interactions and agent loops call the class that they configure.
 _CLASS_KEYS = ("class_name", "_target_")
+_CONFIG_FILES = {".yaml", ".yml", ".json"}
 
 
 def code_identity(path: str) -> str:
@@ -51,14 +52,55 @@ def module_identity(name: str) -> str:
     return name_identity(name) if file is None else f"{name}, {file_identity(str(file))}{_imports_identity(file)}"
 
 
+def class_name_identity(name: str) -> str:
+    """The source of the class that a dotted name means, and the project's own modules that it imports."""
+    module = name.rpartition(".")[0]
+    return f"{name} in {module_identity(module)}" if module else name
+
+
 def classes_identity(path: str) -> str:
-    """A configuration file, and the source of the classes that it names."""
+    """A configuration file, the source of the classes that it names, and the files that it names."""
+    return "; ".join(_parts_of_config(Path(path).expanduser(), set()) or [file_identity(path)])
+
+
+def _parts_of_config(file: Path, seen: set[Path]) -> list[str]:
+    """A configuration file and what it names, and what configuration files among those name."""
+    seen.add(file.resolve())
     try:
-        tree = yaml.safe_load(Path(path).expanduser().read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return file_identity(path)
-    modules = sorted({name.rpartition(".")[0] for name in _class_names(tree)} - {""})
-    return "; ".join([file_identity(path), *map(module_identity, modules)])
+        tree = yaml.safe_load(file.read_text())  # which reads JSON as well
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return [file_identity(str(file))]
+    texts = sorted(set(_texts(tree)))
+    modules = sorted({name.rpartition(".")[0] for is_class, name in texts if is_class} - {""})
+    parts = [file_identity(str(file)), *map(module_identity, modules)]
+    for named in [Path(text).expanduser() for is_class, text in texts if not is_class and _is_file(text)]:
+        if named.resolve() in seen:
+            continue
+        if named.suffix in _CONFIG_FILES:
+            parts += [f"{named.name}, {part}" for part in _parts_of_config(named, seen)]
+        else:
+            seen.add(named.resolve())
+            parts.append(f"{named.name}, {code_identity(str(named))}")
+    return parts
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):
+        return False  # too long for a path, or no path at all
+
+
+def _texts(tree: Any, key: Any = None) -> Iterator[tuple[bool, str]]:
+    """All texts of a configuration, each with whether it is the name of a class."""
+    if isinstance(tree, str):
+        yield key in _CLASS_KEYS, tree
+    elif isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from _texts(value, name)
+    elif isinstance(tree, list):
+        for item in tree:
+            yield from _texts(item)
 
 
 def class_identity(kind: type) -> str:
@@ -94,18 +136,6 @@ def _text_identity(file: str | None) -> str:
         return f": {code_identity(file)}"
     text = "".join(linecache.getlines(file or ""))  # a cell of a notebook
     return f": a cell, digest {xxhash.xxh3_128(text.encode()).hexdigest()}" if text else f" ({UNREADABLE})"
-
-
-def _class_names(tree: Any) -> Iterator[str]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            if key in _CLASS_KEYS and isinstance(value, str):
-                yield value
-            else:
-                yield from _class_names(value)
-    elif isinstance(tree, list):
-        for item in tree:
-            yield from _class_names(item)
 
 
 def _module_file(name: str) -> Path | None:
@@ -165,26 +195,48 @@ def _names(tree: ast.AST, file: Path) -> Iterator[tuple[Path, list[str]]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                for folder in _roots(file, alias.name):
-                    yield folder, alias.name.split(".")
+                yield from _starts(file, alias.name.split("."))
         elif isinstance(node, ast.ImportFrom):
             parts = node.module.split(".") if node.module else []
             folders = [file.parents[node.level - 1]] if 0 < node.level <= len(file.parents) else []
-            for folder in folders if node.level else _roots(file, node.module or ""):
-                yield folder, parts
+            for folder, inner in [(folder, parts) for folder in folders] if node.level else _starts(file, parts):
+                yield folder, inner
                 for alias in node.names:
-                    yield folder, [*parts, alias.name]
+                    yield folder, [*inner, alias.name]
 
 
-def _roots(file: Path, name: str) -> list[Path]:
+def _starts(file: Path, parts: list[str]) -> list[tuple[Path, list[str]]]:
     """Where an absolute import is looked for: beside the file, where its own package is, and where Python looks."""
     root = file.parent
     while (root / "__init__.py").is_file() and root != root.parent:
         root = root.parent
-    is_own_package = root != file.parent and name.split(".")[0] == file.relative_to(root).parts[0]
+    is_own_package = root != file.parent and parts[0] == file.relative_to(root).parts[0]
     own = [root] if is_own_package else []
-    anywhere = () if name.split(".")[0] in _NOT_FOLLOWED else _search_path(os.getcwd(), *sys.path)
-    return list(dict.fromkeys([file.parent, *own, *anywhere]))
+    if parts[0] in _NOT_FOLLOWED:
+        return [(folder, parts) for folder in dict.fromkeys([file.parent, *own])]
+    anywhere = _search_path(os.getcwd(), *sys.path)
+    folders = dict.fromkeys([file.parent, *own, *anywhere])
+    return [*((folder, parts) for folder in folders), *_editable(parts)]
+
+
+def _editable(parts: list[str]) -> list[tuple[Path, list[str]]]:
+    """Where an editable install keeps a package that is in none of the folders in which Python looks."""
+    return [(place.parent, [place.name, *parts[1:]]) for place in _found_by_finders(parts[0], *sys.path)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _found_by_finders(top: str, *_search_path: str) -> tuple[Path, ...]:
+    """The package or module, without its suffix, that an import hook of a project finds; nothing is imported."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError, AttributeError):
+        return ()
+    if spec is None:
+        return ()
+    places = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not places and spec.origin is not None and spec.origin.endswith(".py"):
+        places = [Path(spec.origin).with_suffix("")]
+    return tuple(place for place in map(Path.resolve, places) if not _is_installed(place))
 
 
 @functools.lru_cache(maxsize=8)

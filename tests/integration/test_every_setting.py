@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.verl_configs import compose_ppo
+from verl_rollout_skip.contents import identities_for
 from verl_rollout_skip.fingerprint import (
     BASELINE,
     CHECKPOINT,
@@ -26,7 +27,7 @@ from verl_rollout_skip.fingerprint import (
     make_fingerprint,
     plain,
 )
-from verl_rollout_skip.rules import RULES, Effect, identities_for, rule_for, rules_as_markdown
+from verl_rollout_skip.rules import RULES, Effect, rule_for, rules_as_markdown, unused
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAININGS = {
@@ -48,6 +49,8 @@ NOT_FILES = {
 # Of these it depends on other settings whether they count (see tests/unit/test_fingerprint.py); a schedule of the
 # learning rate brings the length of the training with it.
 CONDITIONAL = {key: [(False, False)] for key in (*LENGTH, CHECKPOINT)}
+# These say which of verl's trainers runs, so others of the trainer's settings come into play.
+CHOOSES_TRAINER = ("trainer.use_v1", "trainer.v1.trainer_mode", "trainer.v1.sampler.custom_sampler.path")
 
 
 @functools.cache
@@ -100,11 +103,12 @@ def test_changing_a_leaf_changes_what_the_list_says_and_nothing_else(training: s
     for key, value in leaves(training).items():
         after = make_fingerprint(changed(tree, key, other_value(value)))
         found = (after.config_hash != before.config_hash, after.training_hash != before.training_hash)
-        effect = rule_for(key).effect
+        effect = rule_for(key).effect if unused(key, leaves(training)) is None else Effect.NEITHER
         if found not in ((effect is Effect.ROLLOUT, effect is Effect.TRAINING), *CONDITIONAL.get(key, ())):
             wrong.append((key, effect.value, found))
         lines = difference(before.rollout, after.rollout) + difference(before.training, after.training)
-        if any(not line.startswith((key, *LENGTH)) for line in lines):
+        others = ("trainer.v1.",) if key in CHOOSES_TRAINER else ()
+        if any(not line.startswith((key, *LENGTH, *others)) for line in lines):
             wrong.append((key, "is reported as", lines))
     assert wrong == []
 
@@ -162,8 +166,8 @@ def test_changed_content_behind_an_unchanged_path_is_noticed(tmp_path: Path) -> 
             for path in (file, folder):
                 found = make_fingerprint(changed(tree, key, str(path)))
                 hashes.append((found.config_hash, found.training_hash))
-        # The names of a module and of a trainer, not paths.
-        if len(set(hashes)) != 4 and not key.endswith(("external_lib", "trainer_mode")):
+        # The names of a module, a trainer and a format, not paths.
+        if len(set(hashes)) != 4 and not key.endswith(("external_lib", "trainer_mode", "load_format")):
             unnoticed.append(key)
     assert unnoticed == []
 
@@ -188,11 +192,11 @@ data.custom_cls.num_workers  data.sampler.class_path  reward.custom_reward_funct
 reward.reward_kwargs.num_workers  reward.reward_model.enable  reward.reward_model.enable_resource_pool
 reward.reward_model.model_path  reward.reward_model.rollout.load_format  reward.reward_model.rollout.temperature
 reward.sandbox_fusion.url  reward.sandbox_fusion.memory_limit_mb  sandbox_fusion.url  reward_model.sandbox_fusion.url
-algorithm.filter_groups.enable  algorithm.filter_groups.metric  algorithm.filter_groups.max_num_gen_batches
-trainer.use_v1  trainer.v1.trainer_mode  trainer.v1.separate_async.parameter_sync_step  trainer.something_new
+algorithm.filter_groups.enable  algorithm.filter_groups.metric  algorithm.filter_groups.max_inflight_gen_batches
+trainer.use_v1  trainer.v1.trainer_mode  trainer.v1.separate_async.parameter_sync_step  trainer.v1.something_new
 trainer.v1.sampler.custom_sampler.path  distillation.enabled  distillation.distillation_loss.topk
 distillation.teacher_models.teacher_model.model_path  distillation.teacher_models.x.inference.load_format
-ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_V1  entirely_new  entirely.new
+environment.VLLM_USE_V1  entirely_new  entirely.new
 """
 ROLLOUTS_DEPEND_ON = _DEPENDED_ON.split()
 
@@ -210,7 +214,11 @@ def test_what_shapes_prompts_tokens_or_rewards_is_never_overlooked(key: str) -> 
         *("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.fsdp_config.param_offload"),
         *("data.val_files", "data.dataloader_num_workers", "actor_rollout_ref.rollout.val_kwargs.temperature"),
         *("rollout_skip.mode", "actor_rollout_ref.rollout.skip_dump_dir", "skip.rollout.enable"),
-        "ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY",
+        *("environment.WANDB_API_KEY", "actor_rollout_ref.rollout.enable_sleep_mode"),
+        *(
+            "algorithm.filter_groups.max_num_gen_batches",
+            "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode",
+        ),
     ],
 )
 def test_another_machine_or_another_log_is_no_other_rollout(key: str) -> None:
@@ -225,6 +233,7 @@ def test_another_machine_or_another_log_is_no_other_rollout(key: str) -> None:
         *("critic.model.path", "actor_rollout_ref.ref.megatron.dist_checkpointing_path", "trainer.balance_batch"),
         *("actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler", "trainer.total_epochs"),
         *("actor_rollout_ref.actor.checkpoint.load_contents", "distillation.distillation_loss.use_policy_gradient"),
+        "trainer.something_new",
     ],
 )
 def test_what_only_the_learning_depends_on_is_reported_and_no_more(key: str) -> None:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.verl_configs import compose_ppo, installed_configs
 from verl_rollout_skip.config import SkipConfig, Steps, parse_steps, run_name, take_out_skip_keys
 from verl_rollout_skip.errors import ConfigError
-from verl_rollout_skip.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward
+from verl_rollout_skip.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward, Weights
 from verl_rollout_skip.sizes import format_size, parse_size
 
 
@@ -105,6 +105,7 @@ def test_everything_can_be_set_on_the_command_line_of_verl(tmp_path: Path) -> No
             "+rollout_skip.source=s3://bucket/run/variant/manifest.json",
             "+rollout_skip.reward=recompute",
             "+rollout_skip.engine=on",
+            "+rollout_skip.weights=sampled",
             "+rollout_skip.background=false",
             "+rollout_skip.on_dump_error=fail",
             "+rollout_skip.max_disk=200GB",
@@ -120,6 +121,7 @@ def test_everything_can_be_set_on_the_command_line_of_verl(tmp_path: Path) -> No
         source="s3://bucket/run/variant/manifest.json",
         reward=Reward.RECOMPUTE,
         engine=Engine.ON,
+        weights=Weights.SAMPLED,
         background=False,
         on_dump_error=OnDumpError.FAIL,
         max_disk=200 * 10**9,

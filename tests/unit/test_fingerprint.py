@@ -195,7 +195,8 @@ def test_variables_for_the_workers_count_unless_they_are_known_not_to() -> None:
         take(NCCL_DEBUG="INFO", WANDB_API_KEY="a", VLLM_LOGGING_LEVEL="WARN", TOKENIZERS_PARALLELISM="true") == take()
     )
     assert take(VLLM_ATTENTION_BACKEND="FLASHINFER") != take()
-    assert take(JUDGE_MODEL="gpt") != take(JUDGE_MODEL="qwen")
+    for name in ("JUDGE_MODEL", "JUDGE_HOST", "JUDGE_TIMEOUT"):
+        assert take(**{name: "1"}) != take(**{name: "2"})
 
 
 def test_leaves_are_found_by_their_dotted_keys() -> None:

@@ -1,4 +1,4 @@
-"""Models, tokenizers, data and code are known by what is in them, and a huge model is known quickly."""
+"""Models, tokenizers, data and code are known by what is in them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from verl_rollout_skip.identity import (
     data_identity,
     file_identity,
     model_identity,
+    processing_identity,
+    sampled_model_identity,
     tokenizer_identity,
 )
 from verl_rollout_skip.source_code import code_identity, module_identity
@@ -114,7 +116,11 @@ def test_whatever_shapes_the_model_counts(model: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "LICENSE", ".gitattributes", ".cache/x", "figure.png", "__pycache__/m.pyc"]
+    "name",
+    [
+        *("README.md", "LICENSE", ".gitattributes", ".cache/x", "figure.png", "__pycache__/m.pyc"),
+        *("train.log", "nohup.out", "events.out.tfevents.17.host", "trainer_state.json", "optimizer.pt"),
+    ],
 )
 def test_whatever_does_not_is_left_out(model: Path, name: str) -> None:
     before = model_identity(str(model))
@@ -131,28 +137,28 @@ def test_a_renamed_or_missing_file_counts(model: Path) -> None:
     assert len({before, renamed, model_identity(str(model))}) == 3
 
 
-def test_of_a_huge_shard_only_megabytes_are_read(tmp_path: Path, bytes_read: list[int]) -> None:
+def test_sampling_a_huge_shard_reads_megabytes_of_it(tmp_path: Path, bytes_read: list[int]) -> None:
     huge_safetensors(tmp_path / "model-00001-of-00050.safetensors")
-    text = model_identity(str(tmp_path))
-    assert text.startswith("1 files, 3.2 GB, digest ")
+    text = sampled_model_identity(str(tmp_path))
+    assert text.startswith("1 files, 3.2 GB, 1 of them only sampled, digest ")
     assert 2 << 20 < sum(bytes_read) < 5 << 20
     assert len(bytes_read) < 100
 
 
-def test_a_change_in_any_tensor_of_a_huge_shard_is_noticed(tmp_path: Path) -> None:
+def test_samples_show_that_a_huge_shard_was_trained_on(tmp_path: Path) -> None:
     shard = tmp_path / "model.safetensors"
     spans = huge_safetensors(shard)
-    seen = {model_identity(str(tmp_path))}
+    seen = {sampled_model_identity(str(tmp_path))}
     for first, last in spans[::8]:
         with shard.open("r+b") as stream:
             # What training does to a tensor, in a window of it: a sparse file cannot be filled whole.
             stream.seek((first + last) // 2 - 4096)
             stream.write(os.urandom(8192))
-        seen.add(model_identity(str(tmp_path)))
+        seen.add(sampled_model_identity(str(tmp_path)))
     flip(shard, 0)
-    seen.add(model_identity(str(tmp_path)))
+    seen.add(sampled_model_identity(str(tmp_path)))
     flip(shard, spans[-1][1] - 1)
-    seen.add(model_identity(str(tmp_path)))
+    seen.add(sampled_model_identity(str(tmp_path)))
     assert len(seen) == 1 + len(spans[::8]) + 2
 
 
@@ -160,7 +166,7 @@ def test_a_huge_file_with_more_tensors_than_can_be_looked_at_is_still_quick(
     tmp_path: Path, bytes_read: list[int]
 ) -> None:
     huge_safetensors(tmp_path / "experts.safetensors", tensors=5000, size=GIB)
-    model_identity(str(tmp_path))
+    sampled_model_identity(str(tmp_path))
     assert len(bytes_read) < 300
     assert sum(bytes_read) < 6 << 20
 
@@ -171,9 +177,9 @@ def test_a_huge_file_that_is_no_safetensors_is_sampled_like_any_other(tmp_path: 
     with file.open("wb") as stream:
         stream.write(beginning)
         stream.truncate(GIB)
-    before = model_identity(str(tmp_path))
+    before = sampled_model_identity(str(tmp_path))
     flip(file, GIB - 1)
-    assert model_identity(str(tmp_path)) != before
+    assert sampled_model_identity(str(tmp_path)) != before
 
 
 def test_a_file_that_grew_is_noticed(tmp_path: Path) -> None:
@@ -182,7 +188,7 @@ def test_a_file_that_grew_is_noticed(tmp_path: Path) -> None:
     seen = set()
     for size in (GIB, GIB + 1):
         os.truncate(file, size)
-        seen.add(model_identity(str(tmp_path)))
+        seen.add(sampled_model_identity(str(tmp_path)))
     assert len(seen) == 2
 
 
@@ -211,6 +217,17 @@ def test_a_snapshot_of_the_hub_s_cache_is_the_model_that_its_links_point_to(mode
     (tmp_path / "link").symlink_to(snapshot)
     assert model_identity(str(snapshot)) == model_identity(str(model)) == model_identity(str(tmp_path / "link"))
     assert tokenizer_identity(str(snapshot)) == tokenizer_identity(str(model))
+
+
+def test_a_tokenizer_folder_is_more_than_its_tokenizer(model: Path) -> None:
+    """verl loads processor and custom code from model.tokenizer_path, but not the weights beside them."""
+    before = processing_identity(str(model))
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processing_own.py", "tokenizer.json"):
+        (model / name).write_text("changed")
+        assert processing_identity(str(model)) != before, name
+        before = processing_identity(str(model))
+    (model / "model.safetensors").write_text("other weights")
+    assert processing_identity(str(model)) == before
 
 
 def test_a_link_that_leads_back_ends_somewhere(model: Path) -> None:

@@ -1,0 +1,96 @@
+"""Settings of which something else counts than the value: the content of the files, code or model that they name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from verl_rollout_skip.identity import (
+    data_identity,
+    file_identity,
+    model_identity,
+    processing_identity,
+    tokenizer_identity,
+)
+from verl_rollout_skip.patterns import matches
+from verl_rollout_skip.source_code import class_name_identity, classes_identity, code_identity, module_identity
+
+_R = "actor_rollout_ref.rollout"
+# Ways to read the same numbers, or to read none. Others (bitsandbytes, gguf …) change the weights as they load them.
+_PLAIN_FORMATS = {
+    *("auto", "hf", "pt", "safetensors", "npcache", "dummy", "fastsafetensors", "runai_streamer", "sharded_state"),
+    *("runai_streamer_sharded", "tensorizer", "megatron", "dtensor", "layered"),
+}
+_TRAINERS_WEIGHTS = "the trainer's weights"
+# A setting that verl makes a list of itself: one file and a list of one file mean the same.
+LIST_OF_ONE = ("data.train_files",)
+
+
+def _whether_set(value: str) -> str:
+    """whether it is set"""
+    return "set"
+
+
+def base_mode(value: str) -> str:
+    """which of verl's trainers it is made of: skip_sync is sync"""
+    return value.removeprefix("skip_")
+
+
+def _load_format(value: str) -> str:
+    """whether it brings a quantization; the trainer's weights replace what the engine loads before the first rollout"""
+    return _TRAINERS_WEIGHTS if value in _PLAIN_FORMATS or value.startswith("dummy_") else value
+
+
+# Settings that name files: what counts is what is in them, not where they are. Several names under one key are digested
+# as several identities.
+IDENTITIES: dict[str, dict[str, Callable[[str], str]]] = {
+    "actor_rollout_ref.model.path": {"": model_identity, "tokenizer": tokenizer_identity},
+    "actor_rollout_ref.model.hf_config_path": {"": model_identity},
+    "actor_rollout_ref.model.tokenizer_path": {"": processing_identity},
+    "actor_rollout_ref.model.external_lib": {"": module_identity},
+    "actor_rollout_ref.model.lora_adapter_path": {"": model_identity},
+    "actor_rollout_ref.model.lora.adapter_path": {"": model_identity},
+    "data.tokenizer": {"": processing_identity},
+    "data.train_files": {"": data_identity},
+    "data.custom_cls.path": {"": code_identity},
+    "data.sampler.class_path": {"": code_identity},
+    "data.tool_config_path": {"": classes_identity},
+    "data.function_tool_path": {"": code_identity},
+    "data.datagen.path": {"": code_identity},
+    f"{_R}.multi_turn.tool_config_path": {"": classes_identity},
+    f"{_R}.multi_turn.function_tool_path": {"": code_identity},
+    f"{_R}.multi_turn.interaction_config_path": {"": classes_identity},
+    f"{_R}.agent.agent_loop_config_path": {"": classes_identity},
+    f"{_R}.agent.agent_loop_manager_class": {"": class_name_identity},
+    f"{_R}.agent.custom_async_server.path": {"": code_identity},
+    f"{_R}.load_format": {"": _load_format},
+    f"{_R}.quantization_config_file": {"": file_identity},
+    "reward.custom_reward_function.path": {"": code_identity},
+    "reward.reward_manager.module.path": {"": code_identity},
+    "reward.reward_model.model_path": {"": model_identity},
+    "reward.reward_model.rollout.quantization_config_file": {"": file_identity},
+    "custom_reward_function.path": {"": code_identity},
+    "reward_model.model.path": {"": model_identity},
+    "reward_model.reward_loop_module_path": {"": code_identity},
+    "reward_model.model.input_tokenizer": {"": processing_identity},
+    "reward_model.model.external_lib": {"": module_identity},
+    "*sandbox_fusion.url": {"": _whether_set},
+    "distillation.teacher_models.*.model_path": {"": model_identity},
+    "trainer.v1.trainer_mode": {"": base_mode},
+    "trainer.v1.sampler.custom_sampler.path": {"": code_identity},
+    "*.dist_checkpointing_path": {"": model_identity},
+    "*.load_checkpoint_path": {"": model_identity},
+    "critic.model.path": {"": model_identity},
+    "critic.model.hf_config_path": {"": model_identity},
+    "critic.model.tokenizer_path": {"": processing_identity},
+    "critic.model.lora_adapter_path": {"": model_identity},
+    "critic.model.lora.adapter_path": {"": model_identity},
+    "critic.model.external_lib": {"": module_identity},
+    "*.qat.quantization_config_path": {"": file_identity},
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def identities_for(key: str) -> dict[str, Callable[[str], str]]:
+    """How the content behind a setting is identified; empty if its value is what counts."""
+    return next((identities for pattern, identities in IDENTITIES.items() if matches(key, pattern)), {})

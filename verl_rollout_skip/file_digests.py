@@ -1,0 +1,251 @@
+"""SHA-256 of whole files: read in parallel, with progress in the log, and remembered for the next training.
+
+A digest is remembered together with everything that changes when its file does: path, size, modification and change
+time, inode and device. Each is a small file of its own in the user's cache folder, so that any number of processes can
+write them, and counts only on the machine that wrote it. A large file of the Hugging Face cache is not read: its blob
+is named after its SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from verl_rollout_skip.new_files import new_file
+from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store.threads import worker_count
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "VERL_ROLLOUT_SKIP_CACHE"
+_READ_BYTES = 8 << 20
+# Smaller files are read as quickly as they are looked up.
+_REMEMBERED_BYTES = 1 << 20
+# A file that changes twice within the resolution of its timestamps looks unchanged; so one that has just been written
+# is not remembered.
+_SETTLED_NS = 2 * 10**9
+_PROGRESS_S = 5.0
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def digest_files(files: Sequence[Path]) -> list[str | None]:
+    """The SHA-256 of each file; None for those that cannot be read."""
+    found = {file: _known_digest(file) for file in files}
+    unknown = [file for file, digest in found.items() if digest is None]
+    sizes = {file: _size(file) for file in unknown}
+    readable = sorted((file for file in unknown if sizes[file] is not None), key=lambda file: -(sizes[file] or 0))
+    found.update(zip(readable, _read_all(readable, sum(sizes[file] or 0 for file in readable)), strict=True))
+    return [found[file] for file in files]
+
+
+def blob_digest(file: Path) -> str | None:
+    """The SHA-256 that a file in the Hugging Face cache is named after; None for any other file."""
+    if not file.is_symlink():
+        return None
+    target = Path(os.path.realpath(file))
+    is_blob = target.parent.name == "blobs" and _SHA256.fullmatch(target.name) and target.is_file()
+    return target.name if is_blob else None
+
+
+def cache_folder() -> Path:
+    """Where digests are remembered: ``$VERL_ROLLOUT_SKIP_CACHE``, or the user's cache folder."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "verl_rollout_skip"
+
+
+def _size(file: Path) -> int | None:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return None
+
+
+def _known_digest(file: Path) -> str | None:
+    digest = blob_digest(file)
+    if digest is not None:
+        return digest
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return _remembered(file, stat) if stat.st_size >= _REMEMBERED_BYTES else None
+
+
+def _read_all(files: Sequence[Path], total: int) -> list[str | None]:
+    if not files:
+        return []
+    progress = _Progress(total)
+    try:
+        if len(files) == 1 or total < _REMEMBERED_BYTES:  # no thread is worth starting
+            return [_read(file, progress) for file in files]
+        with ThreadPoolExecutor(min(worker_count(), len(files)), "rollout-skip-digest") as pool:
+            try:
+                return list(pool.map(lambda file: _read(file, progress), files))
+            except BaseException:
+                progress.stop()
+                raise
+    finally:
+        progress.finish()
+
+
+def _read(file: Path, progress: _Progress) -> str | None:
+    try:
+        for _ in range(2):
+            digest, before, after = _read_once(file, progress)
+            if _marks(before) == _marks(after):
+                break
+        else:
+            logger.warning("%s is being written while it is read, so its digest is that of no complete file", file)
+            return digest
+    except OSError as error:
+        logger.debug("%s cannot be read: %s", file, error)
+        return None
+    if after.st_size >= _REMEMBERED_BYTES and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > _SETTLED_NS:
+        try:
+            _remember(file, after, digest)
+        except OSError as error:
+            progress.cannot_remember(error)
+    return digest
+
+
+def _read_once(file: Path, progress: _Progress) -> tuple[str, os.stat_result, os.stat_result]:
+    digest = hashlib.sha256()
+    with open(file, "rb", buffering=0) as stream:
+        before = os.fstat(stream.fileno())
+        buffer = memoryview(bytearray(min(_READ_BYTES, before.st_size)))
+        left = before.st_size  # of a file that grows no more than it had
+        while left and (count := stream.readinto(buffer[: min(left, len(buffer))])):
+            digest.update(buffer[:count])
+            progress.add(count)
+            left -= count
+        return digest.hexdigest(), before, os.fstat(stream.fileno())
+
+
+class _Progress:
+    """A line in the log every few seconds while much is read, and one at the end."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._stopped = False
+        self._unwritable: OSError | None = None
+        self._lock = threading.Lock()
+        self._started = self._reported = time.monotonic()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            if self._stopped:
+                raise InterruptedError("another file could not be read, or the training is being stopped")
+            self._done += count
+            now = time.monotonic()
+            if now - self._reported < _PROGRESS_S:
+                return
+            self._reported = now
+            done, speed = self._done, self._done / (now - self._started)
+        logger.info(
+            "reading weights and data to know them by content: %s of %s (%s/s)",
+            *(format_size(size) for size in (done, self._total, speed)),
+        )
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+
+    def cannot_remember(self, error: OSError) -> None:
+        with self._lock:
+            self._unwritable = error
+
+    def finish(self) -> None:
+        seconds = time.monotonic() - self._started
+        if self._unwritable is not None:
+            logger.warning(
+                "digests cannot be remembered in %s, so the same files are read again next time: %s. Set %s to a "
+                "folder that you can write to",
+                cache_folder(),
+                self._unwritable,
+                CACHE_VARIABLE,
+            )
+        elif seconds >= _PROGRESS_S and not self._stopped:
+            logger.info(
+                "read %s in %.0f s; files that do not change are not read again (digests in %s)",
+                format_size(self._done),
+                seconds,
+                cache_folder(),
+            )
+
+
+# What is remembered
+
+
+def _marks(stat: os.stat_result) -> dict[str, int]:
+    """What changes when the content of a file does."""
+    return {
+        "size": stat.st_size,
+        "modified_ns": stat.st_mtime_ns,
+        "changed_ns": stat.st_ctime_ns,
+        "inode": stat.st_ino,
+        "device": stat.st_dev,
+    }
+
+
+def _machine() -> str:
+    """This machine, the same after a restart. Containers made from one image have equal ids and different names."""
+    try:
+        identifier = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        identifier = ""
+    return hashlib.sha256(f"{identifier}\0{platform.node()}".encode()).hexdigest()[:16]
+
+
+def _entry(path: str) -> Path:
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
+    return cache_folder() / "digests" / _machine() / f"{name}.json"
+
+
+def _remembered(file: Path, stat: os.stat_result) -> str | None:
+    path = os.path.realpath(file)
+    entry = _entry(path)
+    try:
+        fields = json.loads(entry.read_bytes())
+        digest = fields["sha256"]
+        if fields != _fields(path, stat, digest):
+            if fields.get("checksum") != _checksum(fields):
+                raise ValueError("its checksum is wrong")
+            return None  # the file has changed
+        return str(digest)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        logger.warning("%s is read again, because the remembered digest in %s cannot be used: %s", file, entry, error)
+        return None
+
+
+def _remember(file: Path, stat: os.stat_result, digest: str) -> None:
+    path = os.path.realpath(file)
+    entry = _entry(path)
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(entry) as temporary:
+        temporary.write_text(json.dumps(_fields(path, stat, digest), indent=2))
+
+
+def _fields(path: str, stat: os.stat_result, digest: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"machine": _machine(), "path": path, **_marks(stat), "sha256": digest}
+    return {**fields, "checksum": _checksum(fields)}
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    body = {key: value for key, value in fields.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]

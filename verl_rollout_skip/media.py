@@ -1,0 +1,147 @@
+"""The image, video and audio files that rows of the training data name by path.
+
+They are known by path, size and modification time: a data set may name millions. Only the columns that can hold such
+paths are read; pictures that are stored in the data itself are part of the data file and of its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl_rollout_skip.identity import SAMPLED, UNREADABLE
+from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store.threads import map_in_threads
+
+_MAX_FILES = 200_000
+_AT_ONCE = 1000
+_MAX_PATH = 4096
+_COLUMNS = {"data.image_key": "images", "data.video_key": "videos", "data.audio_key": "audios"}
+_PROMPT = ("data.prompt_key", "prompt")
+# What a message or an item of those columns calls the file; the other texts of an item are options.
+_FIELDS = {"image", "video", "audio", "path", "url", "image_url", "video_url", "audio_url"}
+
+
+def media_identity(files: Sequence[Any], config: Mapping[str, Any]) -> str | None:
+    """What the rows of some data files name; None if they name no files. ``config`` is flat."""
+    columns = {str(config.get(key) or default) for key, default in _COLUMNS.items()}
+    prompt = str(config.get(_PROMPT[0]) or _PROMPT[1])
+    named = {
+        path for file in files for text in _texts(str(file), columns, prompt) if (path := _local(text)) is not None
+    }
+    if not named:
+        return None
+    paths = sorted(named)
+    chosen = paths[:: -(-len(paths) // _MAX_FILES)]
+    groups = [chosen[start : start + _AT_ONCE] for start in range(0, len(chosen), _AT_ONCE)]
+    marks = [mark for group in map_in_threads(_marks, groups) for mark in group]
+    digest = hashlib.sha256()
+    for path, mark in zip(chosen, marks, strict=True):
+        digest.update(f"{path}\0{mark}\0".encode("utf-8", "surrogatepass"))
+    count = f"{len(paths)} files" if len(chosen) == len(paths) else f"{len(paths)} files, {SAMPLED}: {len(chosen)}"
+    lost = marks.count(None)
+    note = f" ({lost} of them: {UNREADABLE})" if lost else ""
+    total = sum(mark[0] for mark in marks if mark is not None)
+    return f"{count}, {format_size(total)}, digest of paths, sizes and times {digest.hexdigest()[:32]}{note}"
+
+
+def _marks(paths: Iterable[str]) -> list[tuple[int, int] | None]:
+    """Size and time in whole seconds, which survive a copy that keeps times; None for what is not there."""
+    return [_mark(path) for path in paths]
+
+
+def _mark(path: str) -> tuple[int, int] | None:
+    try:
+        stat = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return stat.st_size, int(stat.st_mtime)
+
+
+def _local(text: str) -> str | None:
+    path = text.removeprefix("file://")
+    if not path or len(path) > _MAX_PATH or "://" in path or path.startswith("data:"):
+        return None
+    return os.path.expanduser(path)
+
+
+def _texts(file: str, columns: set[str], prompt: str) -> Iterator[str]:
+    path = Path(os.path.expanduser(file))
+    try:
+        if path.suffix == ".parquet":
+            yield from _texts_of_parquet(path, columns, prompt)
+        elif path.suffix in (".json", ".jsonl"):
+            for row in _rows_of_json(path, columns | _FIELDS):
+                for name in columns & row.keys():
+                    yield from _texts_of_item(row[name], is_item=True)
+                yield from _texts_of_item(row.get(prompt), is_item=False)
+    except (OSError, ValueError, pa.ArrowException):
+        return  # not what its name says; its content is digested all the same
+
+
+def _texts_of_parquet(path: Path, columns: set[str], prompt: str) -> Iterator[str]:
+    with pq.ParquetFile(path) as file:
+        leaves = [file.schema.column(index) for index in range(len(file.schema))]
+        wanted = [leaf.path for leaf in leaves if _holds_paths(leaf, columns, prompt, leaves)]
+        if not wanted:
+            return
+        for batch in file.iter_batches(columns=wanted):
+            for column in batch.columns:
+                yield from _texts_of_column(column)
+
+
+def _holds_paths(leaf: Any, columns: set[str], prompt: str, leaves: Sequence[Any]) -> bool:
+    if leaf.logical_type.type != "STRING" and leaf.converted_type != "UTF8":
+        return False
+    top, *inner = leaf.path.split(".")
+    names = [name for name in inner if name not in ("list", "element", "item", "array")]
+    if top == prompt:
+        return bool(names) and names[-1] in _FIELDS
+    # verl looks at the bytes of an item if it has any, and never at the path beside them.
+    has_bytes = any(other.path == f"{leaf.path.rpartition('.')[0]}.bytes" for other in leaves)
+    return top in columns and (not names or names[-1] in _FIELDS) and not has_bytes
+
+
+def _texts_of_column(column: pa.Array) -> Iterator[str]:
+    kind = column.type
+    if pa.types.is_struct(kind):
+        for index in range(kind.num_fields):
+            yield from _texts_of_column(column.field(index))
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        yield from _texts_of_column(column.flatten())
+    else:
+        yield from (text for text in column.unique().to_pylist() if isinstance(text, str))
+
+
+def _rows_of_json(path: Path, names: set[str]) -> Iterator[dict[str, Any]]:
+    """The rows that may have one of these names, of a file with one object per line or of one that is a list."""
+    named = re.compile("|".join(re.escape(json.dumps(name)) for name in sorted(names)).encode())
+    with open(path, "rb") as stream:
+        if stream.read(1) == b"[":
+            stream.seek(0)
+            rows = json.load(stream)
+        else:
+            stream.seek(0)
+            rows = (json.loads(line) for line in stream if named.search(line))
+        yield from (row for row in rows if isinstance(row, dict))
+
+
+def _texts_of_item(item: Any, is_item: bool) -> Iterator[str]:
+    """``is_item``: a text counts by itself. Inside a message only the fields that name files do."""
+    if isinstance(item, str):
+        if is_item:
+            yield item
+    elif isinstance(item, list):
+        for inner in item:
+            yield from _texts_of_item(inner, is_item)
+    elif isinstance(item, dict) and "bytes" not in item:
+        for name, value in item.items():
+            yield from _texts_of_item(value, is_item=name in _FIELDS)
