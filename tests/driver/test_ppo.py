@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import subprocess
+import time
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import Role
 
+from tests.disks import mount
 from tests.driver.stand_ins import VERL, Actor
 from tests.driver.test_resume import checkpoint
-from tests.driver.training import Finished, SkipTrainer, Trainings, assert_same_batches, assert_same_training
+from tests.driver.training import (
+    Finished,
+    SkipTrainer,
+    Trainings,
+    assert_same_batches,
+    assert_same_training,
+    score_answer,
+)
 from verl_rollout_skip.errors import DumpError, EntryExistsError, EntryNotFoundError
 
 NO_LIMIT = "trainer.total_training_steps=null"
@@ -191,6 +202,33 @@ def test_a_dump_that_fails_does_not_end_a_training_with_a_cache(trainings: Train
     assert_same_training(plain, warned)
     assert warned.said("dump failed: step 1, generation batch 0")
     assert warned.metrics[3]["timing_s/rollout_skip/dump_failures"] > 0
+
+
+def test_a_folder_that_becomes_read_only_is_told_and_the_training_goes_on(trainings: Trainings) -> None:
+    plain = trainings.run(None)
+    folder = str(trainings.dumps)
+    trainings.dumps.mkdir()
+    if not mount("--bind", folder, folder):
+        pytest.skip("file systems cannot be mounted here: only root can, and not in every container")
+
+    calls = itertools.count(1)
+
+    def score(response: str, answer: str) -> dict[str, float]:
+        if next(calls) == 9:  # the first response of the second step
+            while not (any(trainings.dumps.glob("*/*/step_000001/*.json")) and mount("-o", "remount,ro,bind", folder)):
+                time.sleep(0.01)
+        return score_answer(response, answer)
+
+    try:
+        warned = trainings.run("cache", score=score)
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+    assert_same_training(plain, warned)
+    failed = [text for text in warned.messages if "dump failed: step" in text]
+    assert failed
+    assert all("Read-only file system" in text for text in failed)
+    assert warned.said("who recorded which steps could not be written down")
+    assert warned.said(f"{len(failed)} dumps failed")
 
 
 def test_an_error_in_the_training_loses_no_dump(trainings: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:

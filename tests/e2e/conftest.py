@@ -15,7 +15,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(1200))
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +25,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Trainings:
     return Trainings(tmp_path_factory.mktemp("trainings"), assets)
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the recording of a module is, on which its tests train again."""
+    return tmp_path_factory.mktemp("dumps")

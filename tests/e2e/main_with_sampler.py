@@ -1,8 +1,7 @@
-"""The PPO recipe with a sampler of the user's own, whose order is another one in each run: SAMPLER_ORDER says which."""
+"""The PPO recipe with a sampler of the user's own: from the end of the data to its beginning."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from verl_rollout_skip.runner import SkipTaskRunner
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "ppo" / "config"
 
 
-class ChangingSampler(Sampler[int]):
-    """From the beginning of the data, or from its end."""
-
+class BackwardSampler(Sampler[int]):
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._rows = range(len(dataset))  # type: ignore[arg-type]
 
@@ -28,12 +25,12 @@ class ChangingSampler(Sampler[int]):
         return len(self._rows)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._rows if os.environ["SAMPLER_ORDER"] == "forward" else reversed(self._rows))
+        return reversed(self._rows)
 
 
 class Runner(SkipTaskRunner):
     def make_sampler(self, config: DictConfig, dataset: Any) -> Any:
-        return ChangingSampler(dataset)
+        return BackwardSampler(dataset)
 
 
 @hydra.main(config_path=str(CONFIGS), config_name="ppo_cpu", version_base=None)

@@ -1,47 +1,49 @@
-"""``SkipPPOTrainer`` in real GRPO trainings: recorded, then trained again from the dumps in all the ways users do."""
+"""``SkipPPOTrainer`` in real GRPO trainings: recorded once, then trained again from the dumps in the ways users do."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
 import subprocess
-import time
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from recipes.cpu import runs
+from recipes.cpu.assets import make_assets
+from recipes.cpu.environment import cpu_environment
 from tests.disks import Disk, mount
 from tests.e2e.training import (
-    TIMEOUT,
+    PPO,
+    ROOT,
+    TWO_AGENT_LOOPS,
+    VERL_V0,
     Finished,
     Trainings,
     assert_same_results,
     assert_same_weights,
-    end,
+    run_process,
+    skip,
     variant_in,
 )
-from verl_rollout_skip import RolloutKey, RolloutStore
+from tests.verl_configs import compose_ppo
+from verl_rollout_skip import RolloutKey, RolloutSkip, RolloutStore
 
 STEPS = 4
 ROWS = 8 * 4
 GRPO = (f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2")
-CACHE = "rollout_skip.mode=cache"
-
-
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("dumps")
-
-
-@pytest.fixture(scope="module")
-def unskipped(trainings: Trainings) -> Finished:
-    return trainings.run("off", *GRPO)
+ENGINE = {"CPUServer", "AgentLoopWorker"}
+ROLLOUT_SKIP = Path(sys.executable).parent / "rollout-skip"
 
 
 @pytest.fixture(scope="module")
 def recorded(trainings: Trainings, dumps: Path) -> Finished:
-    return trainings.run("record", *GRPO, "rollout_skip.mode=record", f"rollout_skip.dump_dir={dumps}")
+    return trainings.run(PPO, "record", *GRPO, *skip("record", dumps))
 
 
 @pytest.fixture
@@ -50,19 +52,19 @@ def own_dumps(recorded: Finished, dumps: Path, tmp_path: Path) -> Path:
     return shutil.copytree(dumps, tmp_path / "dumps")
 
 
-def test_recording_changes_nothing(unskipped: Finished, recorded: Finished, dumps: Path) -> None:
-    assert_same_results(unskipped, recorded)
-    assert_same_weights(unskipped, recorded, STEPS)
-    assert recorded.hits() == []
-    assert RolloutStore(variant_in(dumps)).keys() == [RolloutKey(step) for step in range(1, STEPS + 1)]
-    assert f"{STEPS} dumped" in recorded.summary
+def resume(arguments: list[str], folder: Path, assets: Path) -> Finished:
+    """``rollout-skip resume`` in another working directory, with everything that it writes below ``folder``."""
+    environment = runs.prepare(folder, assets)
+    return run_process([str(ROLLOUT_SKIP), "resume", *arguments], folder, environment, cwd=folder)
 
 
 def test_the_same_training_again_generates_nothing_and_is_the_same_to_the_last_bit(
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
+    assert RolloutStore(variant_in(dumps)).keys() == [RolloutKey(step) for step in range(1, STEPS + 1)]
+    assert f"{STEPS} dumped" in recorded.summary
     old_keys = ("skip_rollout=True", f"skip_dump_dir={dumps}")
-    again = trainings.run("cache", *GRPO, *(f"actor_rollout_ref.rollout.{key}" for key in old_keys))
+    again = trainings.run(PPO, "cache", *GRPO, *(f"actor_rollout_ref.rollout.{key}" for key in old_keys))
     assert again.trace("generate") == []
     assert again.trace("sync") == [], "weights were sent to an engine that nobody asked"
     assert again.hits() == [1, 2, 3, 4]
@@ -72,14 +74,107 @@ def test_the_same_training_again_generates_nothing_and_is_the_same_to_the_last_b
     assert f"0 weight syncs, {STEPS + 1} spared" in again.summary
 
 
+def test_a_replay_starts_no_engine_and_is_the_recorded_training_to_the_last_bit(
+    trainings: Trainings, recorded: Finished, dumps: Path
+) -> None:
+    replayed = trainings.run(PPO, "replay", *GRPO, *skip("replay", dumps))
+    assert recorded.actors >= ENGINE, "these are the names that must not be seen in a replay"
+    assert "WorkerDict" in replayed.actors
+    assert not ENGINE & replayed.actors
+    assert replayed.hits() == [1, 2, 3, 4]
+    assert_same_results(recorded, replayed)
+    assert_same_weights(recorded, replayed, STEPS)
+
+
+def test_the_printed_command_continues_an_unfinished_recording_that_was_moved(
+    trainings: Trainings, recorded: Finished, dumps: Path, own_dumps: Path, tmp_path: Path
+) -> None:
+    """The dumps are elsewhere now, as are the model and the data, and the last two steps were never recorded."""
+    store = RolloutStore(variant_in(own_dumps))
+    for step in (3, 4):
+        store.delete(RolloutKey(step))
+    (printed,) = [re.search(r"rollout-skip resume (\S+)", text) for text in recorded.messages if "resume" in text]
+    assert printed is not None
+    assert printed[1] == f"{variant_in(dumps)}/manifest.json"
+
+    folder = tmp_path / "resumed"
+    manifest = printed[1].replace(str(dumps), str(own_dumps))
+    resumed = resume([manifest, *moved_inputs(trainings, tmp_path), *outputs_in(folder)], folder, trainings.assets)
+    assert resumed.exit_code == 0, resumed.log[-5000:]
+    assert resumed.hits() == [1, 2]
+    assert {version + 1 for version in resumed.trace("generate")} == {3, 4}
+    assert_same_results(recorded, resumed)
+    assert_same_weights(recorded, resumed, STEPS)
+    assert not any("off-policy" in text for text in resumed.messages)
+    assert len(store.keys()) == STEPS
+
+
+def moved_inputs(trainings: Trainings, tmp_path: Path) -> list[str]:
+    """Settings that name a copy of the model and the data."""
+    assets = shutil.copytree(trainings.assets, tmp_path / "assets")
+    paths = {
+        "actor_rollout_ref.model.path": "model",
+        "data.train_files": "train.parquet",
+        "data.val_files": "val.parquet",
+    }
+    return [f"{key}={assets}/{name}" for key, name in paths.items()]
+
+
+def outputs_in(folder: Path) -> list[str]:
+    return [f"trainer.default_local_dir={folder}/checkpoints", f"trainer.rollout_data_dir={folder}/rollout_data"]
+
+
+@pytest.mark.slow
+def test_a_manifest_continues_from_a_checkpoint_and_refuses_another_model(
+    trainings: Trainings, recorded: Finished, own_dumps: Path, tmp_path: Path
+) -> None:
+    manifest = f"{variant_in(own_dumps)}/manifest.json"
+    moved = moved_inputs(trainings, tmp_path)
+    plan = resume([manifest, *moved, "--dry-run"], tmp_path / "plan", trainings.assets)
+    assert plan.exit_code == 0, plan.log
+    assert "steps 1-4 are recorded" in plan.log
+    assert "critic.model.path followed to" in plan.log
+
+    folder = tmp_path / "from-checkpoint"
+    start = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={recorded.folder}/checkpoints/global_step_2",
+    )
+    resumed = resume([manifest, *moved, *start, *outputs_in(folder)], folder, trainings.assets)
+    assert resumed.exit_code == 0, resumed.log[-5000:]
+    assert resumed.hits() == [3, 4]
+    assert resumed.trace("generate") == []
+    assert_same_results(recorded, resumed, steps=[3, 4])
+    assert_same_weights(recorded, resumed, STEPS)
+
+    other = make_assets(tmp_path / "other-model", seed=5).folder
+    refused = resume([manifest, f"actor_rollout_ref.model.path={other}/model"], tmp_path / "refused", other)
+    assert refused.exit_code == 2
+    assert "made with other settings" in refused.log
+    assert "actor_rollout_ref.model.path" in refused.log
+
+
+@pytest.mark.slow
+def test_recording_changes_nothing(trainings: Trainings, recorded: Finished) -> None:
+    """verl's own trainer computes the same, also with responses that finish in another order."""
+    plain = trainings.run(VERL_V0, "verl", *GRPO, TWO_AGENT_LOOPS)
+    assert recorded.hits() == []
+    assert plain.trace("generate") == recorded.trace("generate")
+    assert plain.rollout_data() == recorded.rollout_data()
+    assert [len(rows) for rows in plain.rollout_data().values()] == [ROWS] * STEPS
+    assert_same_results(plain, recorded)
+    assert_same_weights(plain, recorded, STEPS)
+
+
+@pytest.mark.slow
 def test_two_workers_and_another_learning_rate_train_on_the_same_rows_and_the_difference_is_told(
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
     other = trainings.run(
+        PPO,
         "two-workers",
         *GRPO,
-        CACHE,
-        f"rollout_skip.dump_dir={dumps}",
+        *skip("cache", dumps),
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.actor.optim.lr=5e-4",
         "trainer.logger=[file]",
@@ -87,8 +182,6 @@ def test_two_workers_and_another_learning_rate_train_on_the_same_rows_and_the_di
     assert other.hits() == [1, 2, 3, 4]
     assert other.trace("generate") == []
     assert other.rollout_data() == recorded.rollout_data()
-    assert len(other.rollout_data()) == STEPS
-    assert all(len(rows) == ROWS for rows in other.rollout_data().values())
     (layout,) = [text for text in other.messages if "another layout" in text]
     assert "world_size: 1 → 2" in layout
     (training,) = [text for text in other.messages if "off-policy from the second step on" in text]
@@ -96,100 +189,20 @@ def test_two_workers_and_another_learning_rate_train_on_the_same_rows_and_the_di
     assert other.timing("rollout_skip/off_policy") == {1: 0.0, 2: 1.0, 3: 1.0, 4: 1.0}
 
 
-def test_missing_steps_are_generated_with_the_weights_of_their_time(
-    trainings: Trainings, unskipped: Finished, own_dumps: Path
-) -> None:
-    store = RolloutStore(variant_in(own_dumps))
-    for step in (2, 4):
-        store.delete(RolloutKey(step))
-    partial = trainings.run("partial", *GRPO, CACHE, f"rollout_skip.dump_dir={own_dumps}")
-    assert partial.hits() == [1, 3]
-    assert partial.timing("rollout_skip/off_policy") == {1: 0.0, 2: None, 3: 0.0, 4: None}
-    assert partial.trace("sync") == [1, 3]
-    assert partial.trace("generate") == [1] * ROWS + [3] * ROWS
-    assert_same_results(unskipped, partial)
-    assert_same_weights(unskipped, partial, STEPS)
-    assert len(store.keys()) == STEPS
-
-
-def test_a_killed_training_goes_on_from_its_dumps_and_ends_like_one_that_was_not_killed(
-    trainings: Trainings, unskipped: Finished, tmp_path: Path
-) -> None:
-    settings = (*GRPO, CACHE, f"rollout_skip.dump_dir={tmp_path}")
-    trainings.run_until("killed", lambda _: any(tmp_path.glob("*/*/step_000002/*.parquet")), *settings)
-    left = [key.step for key in RolloutStore(variant_in(tmp_path))]
-    assert left[:2] == [1, 2]
-    assert len(left) < STEPS
-    again = trainings.run("killed-again", *settings)
-    assert again.hits() == left
-    assert {version + 1 for version in again.trace("generate")} == set(range(len(left) + 1, STEPS + 1))
-    assert_same_results(unskipped, again)
-    assert_same_weights(unskipped, again, STEPS)
-
-
-def test_a_training_that_resumes_from_a_checkpoint_finds_the_rollouts_of_its_steps(
+@pytest.mark.slow
+def test_recorded_prompts_replace_those_of_a_sampler_of_the_users_own(
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
-    resumed = trainings.run(
-        "resumed",
-        *GRPO,
-        CACHE,
-        f"rollout_skip.dump_dir={dumps}",
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={recorded.folder}/checkpoints/global_step_2",
-    )
-    assert resumed.hits() == [3, 4]
-    assert resumed.trace("generate") == []
-    assert_same_results(recorded, resumed, steps=[3, 4])
-    assert_same_weights(recorded, resumed, STEPS)
+    other_order = replace(PPO, module="tests.e2e.main_with_sampler")
+    other = trainings.run(other_order, "sampler", *GRPO, *skip("cache", dumps), "rollout_skip.prompts=recorded")
+    assert other.hits() == [1, 2, 3, 4]
+    assert other.rollout_data() == recorded.rollout_data(), "prompts, answers, responses and scores"
+    assert_same_results(recorded, other)
 
 
-def test_another_temperature_is_never_a_hit_and_the_log_says_what_differs(
-    trainings: Trainings, recorded: Finished, own_dumps: Path
-) -> None:
-    other = trainings.run(
-        "warmer",
-        "trainer.total_training_steps=1",
-        CACHE,
-        f"rollout_skip.dump_dir={own_dumps}",
-        "actor_rollout_ref.rollout.temperature=0.7",
-    )
-    assert other.hits() == []
-    assert other.trace("generate") == [0] * ROWS
-    (text,) = [text for text in other.messages if "a new variant begins" in text]
-    assert "actor_rollout_ref.rollout.temperature: 1.0 → 0.7" in text
-    assert len(list(own_dumps.glob("*/*/manifest.json"))) == 2
-
-
-def test_validation_is_generated_while_the_steps_are_loaded(
-    trainings: Trainings, recorded: Finished, dumps: Path
-) -> None:
-    validated = trainings.run(
-        "validated",
-        "trainer.total_training_steps=2",
-        CACHE,
-        f"rollout_skip.dump_dir={dumps}",
-        "trainer.val_before_train=True",
-        "trainer.test_freq=2",
-    )
-    assert validated.hits() == [1, 2]
-    assert validated.trace("sync") == [0, 2]
-    rows_validated = len(validated.trace("generate")) // 2
-    assert validated.trace("generate") == [0] * rows_validated + [2] * rows_validated
-    assert [step for step, values in validated.metrics().items() if any(key.startswith("val-") for key in values)] == [
-        0,
-        2,
-    ]
-    training_only = {
-        step: {key: value for key, value in values.items() if not key.startswith("val-")}
-        for step, values in validated.results().items()
-    }
-    for step in (1, 2):
-        assert training_only[step] == recorded.results()[step]
-
-
+@pytest.mark.slow
 def test_a_broken_entry_and_a_full_disk_are_told_and_the_training_goes_on(
-    trainings: Trainings, unskipped: Finished, recorded: Finished, dumps: Path, tmp_path: Path
+    trainings: Trainings, recorded: Finished, dumps: Path, tmp_path: Path
 ) -> None:
     with mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path):
         shutil.copytree(dumps, tmp_path / "dumps")
@@ -200,10 +213,14 @@ def test_a_broken_entry_and_a_full_disk_are_told_and_the_training_goes_on(
         broken.write_bytes(content)
         RolloutStore(variant).delete(RolloutKey(4))
         Disk(tmp_path, 4 << 20, mounted=True).leave_free(2 * len(content))  # for one dump and its record, not for two
-        faulty = trainings.run("faulty", *GRPO, CACHE, f"rollout_skip.dump_dir={tmp_path}/dumps")
+        faulty = trainings.run(PPO, "faulty", *GRPO, *skip("cache", tmp_path / "dumps"))
         set_aside = [file for file in variant.glob("step_000002/*") if file.name.endswith(".corrupt")]
     assert faulty.hits() == [1, 3]
-    assert_same_results(unskipped, faulty)
+    assert faulty.trace("sync") == [1, 3], "what is missing is generated with the weights of its time"
+    assert faulty.trace("generate") == [1] * ROWS + [3] * ROWS
+    assert faulty.timing("rollout_skip/off_policy") == {1: 0.0, 2: None, 3: 0.0, 4: None}
+    assert_same_results(recorded, faulty)
+    assert_same_weights(recorded, faulty, STEPS)
     assert any("step 2, generation batch 0 is generated again" in text for text in faulty.messages)
     assert set_aside
     (failed,) = [text for text in faulty.messages if "ERROR: dump failed: step" in text]
@@ -213,34 +230,34 @@ def test_a_broken_entry_and_a_full_disk_are_told_and_the_training_goes_on(
     assert "step 2, generation batch 0 was unreadable" in faulty.summary
 
 
-def test_a_folder_that_becomes_read_only_is_told_and_the_training_goes_on(
-    trainings: Trainings, unskipped: Finished, tmp_path: Path
-) -> None:
-    with mounted("--bind", tmp_path, tmp_path):
-        folder, process = trainings.start("read-only", *GRPO, CACHE, f"rollout_skip.dump_dir={tmp_path}")
-        try:
-            while process.poll() is None and not any(tmp_path.glob("*/*/step_000001/*.json")):
-                time.sleep(0.02)
-            while process.poll() is None and not mount("-o", "remount,ro,bind", str(tmp_path)):
-                time.sleep(0.02)  # something is being written
-            finished = Finished(folder, process.wait(TIMEOUT))
-        finally:
-            end(process)
-    assert finished.exit_code == 0, finished.log[-8000:]
-    assert_same_results(unskipped, finished)
-    failed = [text for text in finished.messages if "ERROR: dump failed: step" in text]
-    assert failed
-    assert all("Read-only file system" in text for text in failed)
-    assert any("who recorded which steps could not be written down" in text for text in finished.messages)
-    assert f"{len(failed)} dumps failed" in finished.summary
-
-
 @contextmanager
 def mounted(*arguments: object) -> Iterator[None]:
-    *_, place = arguments
+    *_, folder = arguments
     if not mount(*map(str, arguments)):
         pytest.skip("file systems cannot be mounted here: only root can, and not in every container")
     try:
         yield
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_recording_made_with_vllm_replays_where_vllm_is_not_installed(
+    trainings: Trainings, recorded: Finished, dumps: Path, tmp_path: Path
+) -> None:
+    """The rollouts are those of the CPU engine; the recording says that vLLM made them."""
+    assert importlib.util.find_spec("vllm") is None
+    as_vllm = ("actor_rollout_ref.rollout.name=vllm", *GRPO)
+    variables = cpu_environment(trainings.assets)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CPU_ASSETS", "CPU_RECIPE"):
+            patch.setenv(name, variables[name])
+        settings = (*PPO.settings, *as_vllm, *skip("record", tmp_path))
+        config = compose_ppo(*settings, folder=ROOT / "recipes" / "ppo" / "config", name=PPO.config)
+        with RolloutSkip.open(config) as record:
+            store = RolloutStore(variant_in(dumps))
+            for key in store:
+                record.step(key, store.inputs(key), lambda _, key=key: store.get(key))
+    replayed = trainings.run(PPO, "vllm", *as_vllm, *skip("replay", tmp_path))
+    assert replayed.hits() == [1, 2, 3, 4]
+    assert_same_results(recorded, replayed)

@@ -3,9 +3,41 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from tests.e2e.shell import run_document
+import pytest
+
+from tests.documents import blocks_of
+from tests.e2e.training import ROOT
+
+pytestmark = pytest.mark.slow
+
+ACTIVATE = "source .venv/bin/activate"
+
+
+def run_document(name: str, folder: Path, env: Mapping[str, str]) -> list[str]:
+    """Run all blocks of bash in a document in one shell, with ``/tmp`` elsewhere; returns what each of them printed."""
+    lines = ["set -euo pipefail"]
+    blocks = [block for block in blocks_of(ROOT / name) if block.language == "bash"]
+    assert blocks[0].text.startswith(ACTIVATE), "the environment is what everything begins with"
+    for block in blocks:
+        lines += ["echo '=== a block begins'", block.text.replace(ACTIVATE, "").replace("/tmp/", f"{folder}/")]
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)],
+        cwd=ROOT,
+        env={**env, "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    output = re.sub(r"\x1b\[\d+m", "", done.stdout)
+    return output.split("=== a block begins\n")[1:]
 
 
 def test_every_command_of_the_scenarios_does_what_the_page_says(tmp_path: Path) -> None:

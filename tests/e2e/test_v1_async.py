@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.training import assert_same_results, assert_same_weights, variant_in
-from tests.e2e.v1 import OWN_BUFFER, V1Trainings, skip
+from tests.e2e.training import (
+    VERL_V1,
+    Trainings,
+    assert_same_results,
+    assert_same_weights,
+    skip_v1,
+    variant_in,
+)
 from verl_rollout_skip import RolloutKey, RolloutStore
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
+# verl's replay buffer instead of the one of recipes/cpu: trajectories come as they finish.
+OWN_BUFFER = "trainer.v1.sampler.custom_sampler.path=null"
 COMMON = (f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", OWN_BUFFER)
 COLOCATE = (
     "algorithm.adv_estimator=gae",
@@ -27,12 +38,7 @@ SEPARATE = (
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tests.e2e.weights_by_file",
 )
 # With a lower level verl 0.9.1 stumbles over one of its own messages where there are no hybrid replicas.
-QUIET = {"VERL_LOGGING_LEVEL": "WARNING"}
-
-
-@pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> V1Trainings:
-    return V1Trainings(tmp_path_factory.mktemp("trainings"), assets)
+QUIET_V1 = replace(VERL_V1, env={"VERL_LOGGING_LEVEL": "WARNING"})
 
 
 @pytest.mark.parametrize(
@@ -41,15 +47,15 @@ def trainings(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> V1Train
     ids=["colocate with critic and reference from a checkpoint on", "separate"],
 )
 def test_a_replay_without_servers_is_the_recorded_training_to_the_last_bit(
-    trainings: V1Trainings, tmp_path: Path, mode: str, settings: tuple[str, ...], gpus: int, updates: int, start: int
+    trainings: Trainings, tmp_path: Path, mode: str, settings: tuple[str, ...], gpus: int, updates: int, start: int
 ) -> None:
     recorded = trainings.run(
+        QUIET_V1,
         f"{mode}-record",
         *COMMON,
         *settings,
-        *skip("record", tmp_path, mode),
+        *skip_v1("record", tmp_path, mode),
         f"ray_kwargs.ray_init.num_gpus={gpus}",
-        env=QUIET,
     )
     keys = RolloutStore(variant_in(tmp_path)).keys()
     assert keys == [RolloutKey(step, update) for step in range(1, STEPS + 1) for update in range(updates)]
@@ -57,13 +63,13 @@ def test_a_replay_without_servers_is_the_recorded_training_to_the_last_bit(
     assert [recorded.results()[step][staleness] for step in range(1, STEPS + 1)] == [0, 1, 1]
     resume = f"trainer.resume_from_path={recorded.folder}/checkpoints/global_step_{start - 1}"
     replayed = trainings.run(
+        QUIET_V1,
         f"{mode}-replay",
         *COMMON,
         *settings,
-        *skip("replay", tmp_path, mode),
+        *skip_v1("replay", tmp_path, mode),
         "ray_kwargs.ray_init.num_gpus=1",  # none is left for servers of their own
         *(("trainer.resume_mode=resume_path", resume) if start > 1 else ()),
-        env=QUIET,
     )
     steps = list(range(start, STEPS + 1))
     assert replayed.hits() == steps

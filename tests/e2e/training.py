@@ -1,35 +1,68 @@
-"""Real trainings for the end-to-end tests: verl on Ray with FSDP2 and the engine of recipes/cpu."""
+"""Real trainings for the end-to-end tests: verl on Ray with FSDP2 and the engine of recipes/cpu, as processes."""
 
 from __future__ import annotations
 
 import re
-import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
 
 from recipes.cpu import runs
-from tests import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 400
-# Ray waits 30 s for its own processes, which a machine that is busy with something else may exceed.
+# Ray waits 30 s for its own processes, which a busy machine may exceed.
 RAY_GAVE_UP = "The current node timed out during startup."
 
 
 @dataclass(frozen=True)
+class EntryPoint:
+    """A program that trains: ``python -m module options --config-name=config settings``."""
+
+    module: str
+    config: str
+    settings: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+PPO = EntryPoint("recipes.ppo.main_ppo", "ppo_cpu", ("trainer.use_v1=False",))
+DAPO = EntryPoint("recipes.dapo.main_dapo", "dapo_cpu", ("trainer.use_v1=False",))
+# verl's own entry point: of this package only the plugin takes part, and the trainer that trainer_mode names.
+CONFIGS = f"--config-dir={ROOT}/recipes/cpu/config"
+VERL_V0 = EntryPoint("verl.trainer.main_ppo", "cpu_trainer", ("trainer.use_v1=False",), (CONFIGS,))
+VERL_V1 = EntryPoint("verl.trainer.main_ppo", "cpu_trainer", ("trainer.use_v1=True",), (CONFIGS,))
+
+# The order in which responses finish differs from run to run with two of them.
+TWO_AGENT_LOOPS = "actor_rollout_ref.rollout.agent.num_workers=2"
+
+
+def skip(mode: str, dumps: Path) -> tuple[str, ...]:
+    """The settings that record or replay with the V0 trainers."""
+    return (f"rollout_skip.mode={mode}", f"rollout_skip.dump_dir={dumps}")
+
+
+def skip_v1(mode: str, dumps: Path, trainer_mode: str = "skip_sync") -> tuple[str, ...]:
+    """The same with verl's own entry point, whose configuration has no such block."""
+    return (f"trainer.v1.trainer_mode={trainer_mode}", *(f"+{setting}" for setting in skip(mode, dumps)))
+
+
+@dataclass(frozen=True)
 class Finished(runs.TrainingRun):
-    """What a training left behind."""
+    """What a training left behind, and the names of the Ray actors that were seen while it ran."""
 
     exit_code: int
+    actors: frozenset[str] = frozenset()
 
     @property
     def messages(self) -> list[str]:
-        """What this package said, one item a message; what follows a message on lines of its own belongs to it."""
+        """What this package logged, one item per message, with the indented lines that belong to it."""
         lines = [re.sub(r"^\(\w+ pid=\d+\) ", "", line) for line in re.split(r"[\n\r]", self.log)]
         found: list[str] = []
         for line in lines:
@@ -61,77 +94,97 @@ class Finished(runs.TrainingRun):
 
 
 class Trainings:
-    """Starts trainings whose folders are below one folder, on the same model and data."""
+    """Starts trainings on the same model and data, each in a folder of its own."""
 
-    def __init__(
-        self,
-        folder: Path,
-        assets: Path,
-        module: str = "recipes.ppo.main_ppo",
-        config: str = "ppo_cpu",
-        options: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, folder: Path, assets: Path) -> None:
         self.folder = folder
         self.assets = assets
-        self.module = module
-        self.config = config
-        self.options = options
 
-    def start(self, name: str, *overrides: str, env: dict[str, str] | None = None) -> tuple[Path, zygote.Process]:
-        folder = self.folder / name
-        # The workers are what a test waits for.
-        environment = {**runs.prepare(folder, self.assets), "RAY_worker_niceness": "0", **(env or {})}
-        arguments = [
-            *self.options,
-            *runs.arguments(folder, self.config),
-            f"trainer.rollout_data_dir={folder}/rollout_data",
-            "trainer.use_v1=False",
-            *overrides,
-        ]
-        with open(folder / "log", "wb") as log:
-            return folder, zygote.run(self.module, arguments, env=environment, cwd=ROOT, stdout=log)
-
-    def run(self, name: str, *overrides: str, fails: bool = False, env: dict[str, str] | None = None) -> Finished:
-        """Train to the end. ``fails``: that it ends with an error is what the test is about."""
-        folder, process = self.start(name, *overrides, env=env)
-        try:
-            finished = Finished(folder, process.wait(TIMEOUT))
-        finally:
-            end(process)
-        if finished.exit_code != 0 and RAY_GAVE_UP in finished.log and not name.endswith("-again-for-ray"):
-            return self.run(f"{name}-again-for-ray", *overrides, fails=fails, env=env)
+    def run(self, entry_point: EntryPoint, name: str, *settings: str, fails: bool = False) -> Finished:
+        """Train to the end. ``fails``: the test is about the error with which it ends."""
+        finished = self._run(entry_point, name, settings, lambda _: False)
         if (finished.exit_code != 0) is not fails:
             raise AssertionError(f"{name} ended with {finished.exit_code}:\n{finished.log[-8000:]}")
         return finished
 
-    def run_until(self, name: str, moment: Callable[[Path], bool], *overrides: str) -> Finished:
-        """Train until something is seen in its folder, then end it with SIGKILL, as a crash would."""
-        folder, process = self.start(name, *overrides)
-        deadline = time.monotonic() + TIMEOUT
+    def run_until(self, entry_point: EntryPoint, name: str, moment: Callable[[Path], bool], *settings: str) -> Finished:
+        """Train until something is seen in its folder, then kill it with SIGKILL, as a crash would."""
+        finished = self._run(entry_point, name, settings, moment)
+        if finished.exit_code != -9:
+            raise AssertionError(f"{name} ended with {finished.exit_code} too early:\n{finished.log[-8000:]}")
+        return finished
+
+    def _run(
+        self, entry_point: EntryPoint, name: str, settings: tuple[str, ...], moment: Callable[[Path], bool]
+    ) -> Finished:
+        folder = self.folder / name
+        command = [
+            *(sys.executable, "-m", entry_point.module),
+            *entry_point.options,
+            *runs.arguments(folder, entry_point.config),
+            f"trainer.rollout_data_dir={folder}/rollout_data",
+            *entry_point.settings,
+            *settings,
+        ]
+        # Ray lowers the priority of its workers, and they are what a test waits for.
+        env = {**runs.prepare(folder, self.assets), "RAY_worker_niceness": "0", **entry_point.env}
+        finished = run_process(command, folder, env, moment)
+        if finished.exit_code > 0 and RAY_GAVE_UP in finished.log and not name.endswith("-again-for-ray"):
+            return self._run(entry_point, f"{name}-again-for-ray", settings, moment)
+        return finished
+
+
+def run_process(
+    command: list[str],
+    folder: Path,
+    env: dict[str, str],
+    moment: Callable[[Path], bool] = lambda _: False,
+    cwd: Path = ROOT,
+) -> Finished:
+    """Run a training until it ends, or until a moment at which it is killed."""
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(command, cwd=cwd, env=env, stdout=log, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + TIMEOUT
+    actors: set[str] = set()
+    look = 0.0
+    try:
+        while process.poll() is None and not moment(folder):
+            assert time.monotonic() < deadline, f"no end after {TIMEOUT} s:\n{(folder / 'log').read_text()[-8000:]}"
+            if time.monotonic() > look:
+                actors |= actors_of(process)
+                look = time.monotonic() + 1
+            time.sleep(0.02)
+    finally:
+        kill(process)
+    return Finished(folder, process.wait(), frozenset(actors))
+
+
+def actors_of(process: subprocess.Popen[bytes]) -> set[str]:
+    """The classes of its Ray actors. Ray names their processes ``ray::CLASS``, or ``ray::CLASS.METHOD`` while busy."""
+    found = set()
+    for member in family_of(process):
         try:
-            while not moment(folder):
-                code = process.poll()
-                if code is not None and RAY_GAVE_UP in (folder / "log").read_text(errors="replace"):
-                    folder, process = self.start(f"{name}-again-for-ray", *overrides)
-                    continue
-                if code is not None or time.monotonic() > deadline:
-                    raise AssertionError(f"{name} ended with {code} too early:\n{(folder / 'log').read_text()[-8000:]}")
-                time.sleep(0.02)
-        finally:
-            end(process)
-        return Finished(folder, process.wait())
+            title = " ".join(member.cmdline())
+        except psutil.Error:
+            continue
+        if title.startswith("ray::"):
+            found.add(re.split(r"[.\s]", title.removeprefix("ray::"))[0])
+    return found
 
 
-def end(process: zygote.Process) -> None:
+def family_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a training with all of its Ray processes, which outlive a killed driver for a while."""
     if process.poll() is not None:
         return
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    family = family_of(process)
+    process.kill()
     for member in family:
         try:
             member.kill()
