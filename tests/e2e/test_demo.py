@@ -10,8 +10,11 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e.training import ROOT, TIMEOUT
+
+pytestmark = pytest.mark.slow
 
 
 def start_demo(folder: Path, *options: str) -> subprocess.Popen[str]:
