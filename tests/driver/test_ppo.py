@@ -68,12 +68,15 @@ def test_a_replay_that_lacks_a_step_is_refused_before_it_begins(trainings: Train
         trainings.make("replay")
 
 
-class OtherAnswers(SkipTrainer):
-    """An engine that samples anew each time, as real ones do."""
+class Sampling(SkipTrainer):
+    """An engine that gives other answers if it is told to, as real ones do each time."""
+
+    temperature = 1.0
 
     def init_workers(self) -> None:
         super().init_workers()
-        self.workers.engine._rollout = OmegaConf.merge(self.workers.engine._rollout, {"temperature": 9.0})
+        engine = self.workers.engine
+        engine._rollout = OmegaConf.merge(engine._rollout, {"temperature": self.temperature})
 
 
 def off_policy(training: Finished) -> dict[int, float]:
@@ -104,14 +107,17 @@ def test_a_longer_training_with_a_constant_learning_rate_is_the_same_one(trainin
     assert not longer.said("off-policy")
 
 
-def test_rollouts_that_follow_a_step_generated_anew_are_off_policy_and_it_is_told(trainings: Trainings) -> None:
-    trainings.run("record", "trainer.total_training_steps=4")
+def test_rollouts_that_follow_a_step_generated_anew_are_off_policy_and_it_is_told(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainings.run("record", "trainer.total_training_steps=4", trainer=Sampling)
     trainings.forget((2, 0))
-    again = trainings.run("cache", "trainer.total_training_steps=4")
+    again = trainings.run("cache", "trainer.total_training_steps=4", trainer=Sampling)
     assert again.hits == [1, 0, 1, 1]
     assert off_policy(again) == {1: 0, 3: 0, 4: 0}, "the same answers again: the training is the recorded one"
     trainings.forget((2, 0))
-    other = trainings.run("cache", "trainer.total_training_steps=4", trainer=OtherAnswers)
+    monkeypatch.setattr(Sampling, "temperature", 9.0)
+    other = trainings.run("cache", "trainer.total_training_steps=4", trainer=Sampling)
     assert off_policy(other) == {1: 0, 3: 1, 4: 1}
     assert other.said("step 3, generation batch 0 was recorded after other rollouts")
     assert other.said("2 loaded off-policy")
