@@ -90,10 +90,7 @@ class Manifest:
         folder = folder_of(path)
         manifest = read_manifest(open_storage(folder, storage_options))
         if manifest is None:
-            raise ManifestError(
-                f"There is no {NAME} in {folder}. Give the path of a manifest, or of the folder with the dumps: "
-                "DUMP_DIR/RUN_NAME/VARIANT."
-            )
+            raise ManifestError(f"There is no {NAME} in {folder}. {_where_to_look(folder)}")
         return manifest
 
 
@@ -216,6 +213,17 @@ def read_manifest(storage: Storage, folder: str = HERE) -> Manifest | None:
     if folder == HERE:
         manifest.recordings.extend(_recordings(storage))
     return manifest
+
+
+def _where_to_look(folder: str) -> str:
+    """What to do about a folder without a manifest."""
+    storage = open_storage(folder)
+    if any(names.parse_folder(name) is not None for name in storage.folders()):
+        advice = f"rollout-skip verify {shlex.quote(storage.where().rstrip('/'))}"
+        return f"It has rollouts, so the manifest was deleted, or not copied with them; {advice} says what can be done."
+    text = "Give the path of a manifest, or of the folder with the dumps: DUMP_DIR/RUN_NAME/VARIANT."
+    variants = list(list_variants(folder))
+    return f"{text} Here are {', '.join(variants)}." if variants else text
 
 
 def list_variants(run_folder: str) -> dict[str, Manifest]:

@@ -1,15 +1,16 @@
 """What lies beside the folder in which a training looks for rollouts, for a training that finds none that fit.
 
 A run folder is named by experiment, project and batch sizes, and dump_dir is typed by hand, so what is wanted often
-lies right next to it. Only a bounded number of folders is looked at, those with the most similar names first, and only
-manifests are read.
-"""
+lies XX"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import itertools
 import shlex
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from verl_rollout_skip.config import BLOCK, argument, is_run_name
@@ -24,6 +25,8 @@ _SAME = 3
 _SUBFOLDERS = 20
 _LEVELS = 3
 _NEAR = 0.75
+_SECONDS = 5.0
+"""How long a training may wait for this, which is only for information: a bucket may be far away."""
 
 Compare = Callable[[Manifest], list[str]]
 """How the settings of a manifest differ from today's, one line for each."""
@@ -53,8 +56,9 @@ def find_neighbors(dump_dir: str, run: str, config_hash: str, compare: Compare) 
             return Neighbors(notes=list(_other_folders(dump_dir)))
         runs = sorted({*runs} - {run}, key=lambda other: (_similarity(other, run), other), reverse=True)
         folders = [join(dump_dir, other) for other in runs]
-        same = list(_same(folders[:_LOOKED_INTO], config_hash, compare))
-        return Neighbors(same) if same else _compared(folders[:_COMPARED], compare)
+        deadline = time.monotonic() + _SECONDS
+        same = list(_same(_until(deadline, folders[:_LOOKED_INTO]), config_hash, compare))
+        return Neighbors(same) if same else _compared(_until(deadline + _SECONDS, folders[:_COMPARED]), compare)
     except Exception as error:  # libraries for object stores raise errors of their own; this is only for information
         return Neighbors(notes=[f"What else is recorded near {dump_dir} is not known: {error}"])
 
@@ -77,7 +81,11 @@ def check_level(dump_dir: str) -> None:
         )
 
 
-def _same(folders: list[str], config_hash: str, compare: Compare) -> Iterator[Manifest]:
+def _until(deadline: float, folders: Iterable[str]) -> Iterator[str]:
+    return itertools.takewhile(lambda _: time.monotonic() < deadline, folders)
+
+
+def _same(folders: Iterable[str], config_hash: str, compare: Compare) -> Iterator[Manifest]:
     """A variant with today's settings has today's name, so one file of a run is enough to know."""
     found = 0
     for folder in folders:
@@ -92,7 +100,7 @@ def _same(folders: list[str], config_hash: str, compare: Compare) -> Iterator[Ma
             return
 
 
-def _compared(folders: list[str], compare: Compare) -> Neighbors:
+def _compared(folders: Iterable[str], compare: Compare) -> Neighbors:
     manifests = [manifest for folder in folders for manifest in list_variants(folder).values()]
     manifests.sort(key=lambda manifest: manifest.created_at, reverse=True)
     differences = [(manifest, compare(manifest)) for manifest in manifests]
@@ -105,9 +113,10 @@ def _compared(folders: list[str], compare: Compare) -> Neighbors:
 def _other_folders(dump_dir: str) -> Iterator[str]:
     """Folders with runs, in ``dump_dir`` or with almost its name."""
     below = (join(dump_dir, name) for name in sorted(open_storage(dump_dir).folders())[:_SUBFOLDERS])
+    deadline = time.monotonic() + _SECONDS
     for where, folders in (("in it", below), ("beside it", _near_names(dump_dir))):
-        for folder in folders:
-            if any(map(is_run_name, open_storage(folder).folders())):
+        for folder in _until(deadline, folders):
+            if any(map(is_run_name, _readable_folders(folder))):
                 yield (
                     f"{dump_dir} holds no runs, but {where} {folder} holds runs: "
                     f"{argument(f'{BLOCK}.dump_dir', folder)}"
@@ -121,12 +130,18 @@ def _near_names(path: str) -> Iterator[str]:
         head, slash, name = head.rpartition("/")
         if not slash or head.endswith(("/", ":")):
             return
-        names = list(open_storage(head or "/").folders())
+        names = list(_readable_folders(head or "/"))
         for near in difflib.get_close_matches(name, [other for other in names if other != name], cutoff=_NEAR):
             yield join(head, near, *below)
         if name in names:
             return
         below.insert(0, name)
+
+
+def _readable_folders(path: str) -> Iterator[str]:
+    """The folders in a folder that is none of ours, and may be somebody else's."""
+    with contextlib.suppress(PermissionError):
+        yield from open_storage(path).folders()
 
 
 def _similarity(name: str, other: str) -> float:

@@ -68,7 +68,10 @@ def why_not_same(entry: LoadedEntry, inputs: Any) -> str | None:
         which = "recorded" if recorded is None else "current"
         return f"the {which} rollout step has no prompts to compare."
     if len(recorded) != len(current):
-        return f"{len(recorded)} rows are recorded and the current batch has {len(current)}."
+        return (
+            f"{len(recorded)} rows are recorded and the current batch has {len(current)}: data.train_batch_size, "
+            "data.gen_batch_size or actor_rollout_ref.rollout.n is another one."
+        )
     if recorded == current:
         return _sampling_difference(entry, inputs)
     rows = [row for row, (old, new) in enumerate(zip(recorded, current, strict=True)) if old != new]

@@ -130,6 +130,14 @@ def test_a_neighborhood_that_cannot_be_listed_is_a_line_in_the_log(
     assert "Permission denied" in refused(training, EntryNotFoundError, **LATER)
 
 
+def test_a_store_that_is_slow_to_answer_does_not_delay_the_start_of_a_training(
+    training: Training, monkeypatch: Any, caplog: Any
+) -> None:
+    training.record(K1)
+    monkeypatch.setattr("verl_rollout_skip.neighbors._SECONDS", 0.0)
+    assert RUN_NAME not in opened(training, caplog, "cache", **LATER)
+
+
 @pytest.mark.parametrize("wrong", ["{}/dmps", "{}/dumps_", "{}/Dumps/"])
 def test_a_misspelled_dump_dir_is_noticed(training: Training, caplog: Any, wrong: str, dump_dir: str) -> None:
     parent = dump_dir.rpartition("/")[0]

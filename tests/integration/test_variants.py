@@ -100,8 +100,12 @@ def test_source_with_other_settings_is_refused_unless_reused(training: Training)
 
 def test_source_that_is_no_variant_is_explained(training: Training) -> None:
     training.record(K1)
-    with pytest.raises(ManifestError, match="DUMP_DIR/RUN_NAME/VARIANT"):
+    [variant] = training.variants()
+    with pytest.raises(ManifestError, match=f"DUMP_DIR/RUN_NAME/VARIANT. Here are {variant.name}"):
         training.open("replay", {"source": str(training.dumps / RUN_NAME)})
+    (variant / "manifest.json").unlink()
+    with pytest.raises(ManifestError, match=f"It has rollouts.*rollout-skip verify {variant} says"):
+        training.open("replay", {"source": str(variant)})
 
 
 def test_a_damaged_entry_of_a_source_is_generated_again_and_the_source_stays_as_it_is(training: Training) -> None:
