@@ -204,12 +204,12 @@ def show_commands(folder: Path, steps: int) -> None:
     program, dumps = Path(sys.executable).with_name("rollout-skip"), folder / "dumps"
     if program.is_relative_to(Path.cwd()):
         program = program.relative_to(Path.cwd())
-    first = min(dumps.iterdir(), key=lambda run: run.stat().st_ctime)
-    manifest = next(first.glob("*/manifest.json"))
-    console.print(f"\nThe rollouts are in {dumps}. List them, look at them, go on with the first training:\n")
+    run = next(dumps.glob("ppo_*"), None) or next(dumps.iterdir())
+    manifest = next(run.glob("*/manifest.json"))
+    console.print("\nList what is recorded, look at the rollouts of the first training, continue it:\n")
     for command in (
         f"{program} ls {dumps}",
-        f"{program} report {dumps} -o {folder}/report.html",
+        f"{program} report {manifest.parent} -o {folder}/report.html",
         f"(. {folder}/environment; {program} resume {manifest} trainer.total_training_steps={steps + 2})",
     ):
         console.print(f"  {command}", soft_wrap=True)

@@ -16,9 +16,10 @@ REPLAY = replace(RECORD, seconds=23.0, rollout_seconds=0.1, cpu_seconds=19.0, pe
 
 def run_demo(monkeypatch: pytest.MonkeyPatch, folder: Path, replayed: demo.Outcome) -> None:
     """With trainings that took what they are said to have taken."""
-    variant = folder / "dumps" / "ppo_run" / "variant"
-    variant.mkdir(parents=True)
-    (variant / "manifest.json").touch()
+    for name in demo.TRAININGS:
+        variant = folder / "dumps" / f"{name}_run" / "variant"
+        variant.mkdir(parents=True)
+        (variant / "manifest.json").touch()
     monkeypatch.setattr(sys, "argv", ["demo", "--folder", str(folder)])
     monkeypatch.setattr(demo.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(demo, "keep_descendants", lambda: None)
@@ -31,7 +32,9 @@ def test_the_table_gives_the_savings_as_ratios(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_demo(monkeypatch, tmp_path, REPLAY)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    output = capsys.readouterr().out
+    assert f"rollout-skip report {tmp_path}/dumps/ppo_run/variant -o " in output
+    lines = [line.split() for line in output.splitlines()]
     assert ["DAPO", "record", "yes", "46", "s", "2.70", "s", "38", "s", "4.6", "GB"] in lines
     assert ["replay", "no", "23", "s", "0.10", "s", "19", "s", "2.3", "GB", "yes"] in lines
     assert lines.count(["saving", "2.0×", "27.0×", "2.0×", "2.0×"]) == len(demo.TRAININGS)
