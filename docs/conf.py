@@ -12,7 +12,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
+autodoc_typehints_format = "short"
 
 html_theme = "furo"
 html_title = f"{project} {release}"

@@ -1,4 +1,4 @@
-"""What stands in README.md, docs/ and the other documents: fenced blocks, and the messages that the package itself can say."""
+"""What stands in README.md and the other documents: fenced blocks, and the messages that the package itself can say."""
 
 from __future__ import annotations
 

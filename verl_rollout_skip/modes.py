@@ -19,7 +19,7 @@ class Mode(str, Enum):
     RECORD = "record"
     """Generate and dump; an entry that is already there is an error, never overwritten."""
     CACHE = "cache"
-    """Load what is recorded, generate and dump the rest: what ``skip_rollout=True`` means."""
+    """Load what is recorded, generate and dump the rest; what ``skip_rollout=True`` means."""
     REPLAY = "replay"
     """Load everything; what is not recorded is an error. No inference engine is started."""
     REPEAT = "repeat"

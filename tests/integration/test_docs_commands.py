@@ -1,4 +1,4 @@
-"""Every block of README.md, docs/, recipes/ and the other documents is checked by a rule; a block that no rule knows fails.
+"""Every block of README.md, docs/ and the other documents is checked by a rule; a block that no rule knows fails.
 
 ``rollout-skip`` runs for real, on a recording that is made for it. Trainings are composed by hydra from the real
 configuration files, and their settings are checked as a training checks them; nothing is started. Python blocks are run
