@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import verl_rollout_skip
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```$)?", re.DOTALL | re.MULTILINE)
@@ -28,6 +30,12 @@ def test_examples_run_and_print_what_the_document_says(document, tmp_path, monke
         exec(compile("\n" * line + block["code"], document, "exec"), namespace)
         if block["output"] is not None:
             assert _comparable(capsys.readouterr().out) == _comparable(block["output"]), f"{document.name}:{line}"
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    reference = (ROOT / "docs" / "api.rst").read_text(encoding="utf-8")
+    public = set(verl_rollout_skip.__all__) - {"__version__"}
+    assert set(re.findall(r"autoclass:: verl_rollout_skip\.(\w+)$", reference, re.MULTILINE)) == public
 
 
 def _comparable(output: str) -> str:
