@@ -1,7 +1,8 @@
 """Finds settings of this package under a wrong name, where they would be silently ignored.
 
-Only what looks like our settings counts: a block whose name is close to ours and whose keys are ours, and keys close to
-the two old ones in the places where those are written. Blocks of verl and of other packages are left alone.
+Only what looks like our settings counts: a block whose name is close to ours and whose keys are ours, at the top level
+or in a block of verl's where somebody may look for it, and keys close to the two old ones. Everything else, such as
+presets that a user keeps elsewhere or under a longer name, is left alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ _NEAR = 0.8
 _BLOCKS = ("rollout_skip", "skip_rollout")
 _OLD_KEYS = ("skip_rollout", "skip_dump_dir")
 _OLD_PLACE = ("actor_rollout_ref", "rollout")
+_BLOCKS_OF_VERL = ("actor_rollout_ref", "algorithm", "data", "skip", "trainer")
 # Other blocks have keys such as mode, steps and source as well; nobody else has these.
 _OURS_ALONE = ("dump_dir", "max_dump_steps", "on_mismatch", "on_dump_error", "max_disk", "log_samples")
 
@@ -28,7 +30,7 @@ def find_misspelled(config: Mapping[Any, Any], block: str, settings: Collection[
         name, place = path[-1], path[:-1]
         dotted = ".".join(path)
         if isinstance(value, Mapping):
-            if _closest(name, _BLOCKS) and _has_our_settings(value, settings, modes):
+            if _is_misspelled(name, block) and _has_our_settings(value, settings, modes):
                 found = ", ".join(f"{dotted}.{key}={value[key]}" for key in value)
                 return f"{dotted} is not read by anything: did you mean {block!r}, at the top level? It has {found}."
             continue
@@ -45,8 +47,13 @@ def _walk(tree: Mapping[Any, Any], skipped: str, path: tuple[str, ...] = ()) -> 
         if here == (skipped,):
             continue
         yield here, value
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and here[0] in _BLOCKS_OF_VERL:
             yield from _walk(value, skipped, here)
+
+
+def _is_misspelled(name: str, block: str) -> bool:
+    is_longer = name != block and re.fullmatch(rf"(.+_)?{block}(_.+)?", name)
+    return not is_longer and _closest(name, _BLOCKS) is not None
 
 
 def _closest(name: str, names: Collection[str]) -> str | None:

@@ -77,6 +77,8 @@ def test_a_misspelled_block_is_an_error_with_the_nearest_name(overrides: list[st
         {"rollout_stats": {"mode": "cache", "dump_dir": "/d"}},
         {"rollout_skipper": {"mode": "greedy", "threshold": 0.5, "window": 8}},
         {"skip_rollouts": False},
+        {"rollout_skip_a": {"mode": "cache", "dump_dir": "/d"}, "my_rollout_skip": {"mode": "cache"}},
+        {"presets": {"rollout_skip": {"mode": "cache", "dump_dir": "/d"}}},
         {"my_cache": {"mode": "cache", "dump_dir": "/d", "steps": "all"}},
         {"actor_rollout_ref": {"rollout": {"skip_tokenizer_init": True, "skip": {"enable": False}}}},
     ],
