@@ -86,5 +86,17 @@ class DumpError(StoreError):
         return error
 
 
+class ChangedBatchError(DumpError):
+    """A batch was changed in place between ``put`` and its write, so that it is no longer what was generated."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        super().__init__(
+            f"{shown} changed in place while the dump waited, and only what was generated may be recorded. Training is "
+            "not affected; the step will have to be generated again. Later steps are copied whole before they are "
+            "written, which takes longer; to avoid that, change a clone of the tensor in the trainer."
+        )
+
+
 class DiskLimitError(DumpError):
     """Writing the rollout would make the run folder larger than ``max_disk``."""

@@ -24,6 +24,8 @@ from verl_rollout_skip.store.dtypes import TORCH_DTYPES, tensor_bits, tensor_fro
 
 TYPE = "$type"
 MAX_DEPTH = 100
+# Made once, because `json.dumps` makes one at each call; what contains itself is found before, by its depth.
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
 _INT64 = range(-(2**63), 2**63)
 # Fixed-size numpy dtypes only: no objects, no structures.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8\[\d*[a-zA-Z]+\])")
@@ -100,16 +102,18 @@ def decode_column(column: CellColumn) -> list[Any]:
 
 def encode(value: Any, blobs: list[Blob], where: str) -> str:
     """JSON text of one value; its bulk data is appended to ``blobs``."""
+    if type(value) is dict and not value:
+        return "{}"  # what verl puts into thousands of cells if there are no images
     try:
         tree = value if _is_plain(value, MAX_DEPTH) else _tag(value, blobs, where, MAX_DEPTH)
-        text = json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
+        text = _JSON.encode(tree)
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError:
         # A lone surrogate: no UTF-8, and two of them escaped side by side would be read back as one character.
         blobs.clear()
         tree = _tag(value, blobs, where, MAX_DEPTH)
-        text = json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
+        text = _JSON.encode(tree)
     return text
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from verl_rollout_skip.errors import UnsupportedBatchError
+from verl_rollout_skip.errors import ChangedBatchError, StoreError, UnsupportedBatchError
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store import cells
-from verl_rollout_skip.store.batch import Batch, Path
+from verl_rollout_skip.store.batch import Batch, Path, take_apart
 from verl_rollout_skip.store.cells import CellColumn
 from verl_rollout_skip.store.dtypes import Element, as_integers, element_of, narrower, refuse_unsupported, same_bits
 from verl_rollout_skip.store.forms import (
@@ -39,6 +39,7 @@ from verl_rollout_skip.store.padding import (
     proves,
     row_chunks,
 )
+from verl_rollout_skip.store.snapshot import Copy, NonZero, Snapshot
 from verl_rollout_skip.store.threads import map_in_threads
 
 # Parquet readers refuse a description of more than 100 MB.
@@ -68,32 +69,89 @@ class Objects:
 class Part:
     """The output of a rollout step, or its input: everything that is written of one batch.
 
+    ``tensors`` are those of the batch, or copies: ``snapshot`` knows whether anything that is shared was changed.
     ``meta`` is its encoded meta_info, ``lasting_meta`` the same without what differs from run to run.
     """
 
     batch: Batch
+    tensors: dict[Path, torch.Tensor | NonZero]
+    snapshot: Snapshot | None
     objects: list[Objects]
     meta: dict[str, Any]
     lasting_meta: dict[str, Any]
     numbers: list[Numbers] = field(default_factory=list)
     spans: Spans | None = None
 
+    @property
+    def held_bytes(self) -> int:
+        """The memory that it keeps alive while it waits; storages that several tensors share count once."""
+        blobs = [blob for column in self.objects for row in column.cells.blobs or () for blob in row]
+        storages: dict[int, int] = {}
+        others = [array for array in self.batch.arrays.values() if array.dtype.kind not in "OUS"]
+        for value in [*self.tensors.values(), *blobs]:
+            if isinstance(value, torch.Tensor):
+                storage = (value.values() if value.layout is torch.jagged else value).untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            else:
+                others.append(value.blocks if isinstance(value, NonZero) else value)
+        texts = (text for column in self.objects for text in column.cells.values if type(text) is str)
+        return sum(storages.values()) + sum(map(cells.blob_size, others)) + sum(map(len, texts))
 
-def snapshot(batch: Batch) -> Part:
-    """What the caller may not change any more is copied: containers and Python objects. Storages are shared.
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rollout step that is ready to be written."""
+
+    output: Part
+    input: Part | None
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.output] if self.input is None else [self.output, self.input]
+
+    def raise_if_changed(self) -> None:
+        """Raise ``ChangedBatchError`` if anything in it was written into since it was taken."""
+        names = [name for part in self.parts if part.snapshot is not None for name in part.snapshot.changed()]
+        if names:
+            raise ChangedBatchError(names)
+
+
+def prepare(batch: Any, inputs: Any = None, copy: Copy = Copy.NOTHING) -> Prepared:
+    """Take a rollout step's output and, if given, its input: a batch, or what ``take`` made of one before."""
+    output = take(batch, copy)
+    given = inputs if inputs is None or isinstance(inputs, Part) else take(inputs, copy, "the input's ")
+    if given is not None and given.batch.rows != output.batch.rows:
+        raise StoreError(
+            f"The input has {given.batch.rows} rows and the output {output.batch.rows}; a rollout is stored with one "
+            "input row for each trajectory (repeat the input as the generate call does)."
+        )
+    return Prepared(output, given)
+
+
+def take(given: Any, copy: Copy = Copy.NOTHING, whose: str = "") -> Part:
+    """Take from a batch what is written of it. ``whose`` goes before the names of its tensors in an error.
 
     This runs on the training thread, so it does only what cannot wait; ``plan`` does the rest.
     """
+    batch = take_apart(given)
+    snapshot = None if copy is Copy.NOTHING else Snapshot(copy, whose)
     objects = []
+    tensors: dict[Path, torch.Tensor | NonZero] = {}
     for path, tensor in batch.tensors.items():
         refuse_unsupported(tensor, ".".join(path))
+        tensors[path] = tensor if snapshot is None else snapshot.tensor(".".join(path), tensor)
+    batch.tensors = {}
     for path, array in batch.arrays.items():
         where = ".".join(path)
         if array.dtype.kind not in "OUS":
             refuse_unsupported(array, where)
+            batch.arrays[path] = array if snapshot is None else snapshot.array(array)
             continue
         flat = array.tolist() if array.ndim == 1 else [row.ravel().tolist() for row in array]
-        objects.append(Objects(path, cells.encode_column(where, flat), array.shape[1:], array.dtype.str))
+        encoded = cells.encode_column(where, flat)
+        if snapshot is not None and encoded.blobs is not None:
+            snapshot.cells(where, encoded.blobs)
+        objects.append(Objects(path, encoded, array.shape[1:], array.dtype.str))
     lasting = {key: value for key, value in batch.meta.items() if key != "timing"}
     # Paths of a TensorDict are tuples; as pairs, both kinds of meta are stored the same way.
     meta, lasting_meta = (
@@ -106,7 +164,7 @@ def snapshot(batch: Batch) -> Part:
             f"Cannot store meta_info of {format_size(size)}: up to {format_size(_MAX_META_BYTES)} go into the "
             "description of the file. What has one row a trajectory belongs in the batch."
         )
-    return Part(batch, objects, meta, lasting_meta)
+    return Part(batch, tensors, snapshot, objects, meta, lasting_meta)
 
 
 def plan(part: Part, echoed: Part | None = None) -> None:
@@ -114,7 +172,9 @@ def plan(part: Part, echoed: Part | None = None) -> None:
     groups: dict[tuple[int, int], int] = {}
     parts: dict[str, Numbers] = {}
     payloads: list[Numbers] = []
-    for path, tensor in part.batch.tensors.items():
+    for path, tensor in part.tensors.items():
+        if isinstance(tensor, NonZero):
+            tensor = part.tensors[path] = tensor.restore()
         column = _tensor_column(path, tensor, part.batch.rows, groups)
         payloads.append(column)
         if len(path) == 1:

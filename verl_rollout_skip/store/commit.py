@@ -77,7 +77,10 @@ def commit(
 
     started = time.perf_counter()
     with storage.stage(names.folder_name(key)) as staged:
-        summary = codec.write(prepared, key, staged.stream)
+        try:
+            summary = codec.write(prepared, key, staged.stream)
+        finally:
+            prepared.raise_if_changed()  # also if it failed: a tensor that changes under the encoder may be the reason
         staged.stream.close()
         record = make_record(key, summary, staged.digest, staged.size, time.perf_counter() - started, info)
         return _publish(storage, staged, record, record_bytes(record), replace, limit, admit)

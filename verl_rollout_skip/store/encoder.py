@@ -1,9 +1,9 @@
 """A rollout step into one Parquet file.
 
-``prepare`` takes what must be taken on the training thread, ``write`` makes the file. The file describes itself in its
-key-value metadata; readers that know nothing of that see one row a trajectory with ordinary columns. Names: a key of
-the output keeps its name, inputs are ``in__<key>``, and what this package adds is ``skip__<name>``; an output key that
-begins with one of these prefixes becomes ``out__<key>``.
+``columns.prepare`` takes what must be taken on the training thread, ``write`` makes the file. The file describes itself
+in its key-value metadata; readers that know nothing of that see one row per trajectory with ordinary columns. Names: a
+key of the output keeps its name, inputs are ``in__<key>``, and what this package adds is ``skip__<name>``; an output
+key that begins with one of these prefixes becomes ``out__<key>``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from verl_rollout_skip.errors import StoreError, UnsupportedBatchError
+from verl_rollout_skip.errors import UnsupportedBatchError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store import cells, columns
-from verl_rollout_skip.store.batch import take_apart
-from verl_rollout_skip.store.columns import Numbers, Objects, Part, cell_type
+from verl_rollout_skip.store.columns import Numbers, Objects, Part, Prepared, cell_type
 from verl_rollout_skip.store.format import FORMAT_VERSION, METADATA_KEY
 from verl_rollout_skip.store.forms import Jagged, Rows, Same, form_to_json
 from verl_rollout_skip.store.padding import Spans
@@ -32,14 +31,6 @@ from verl_rollout_skip.store.threads import map_in_threads
 
 _RESERVED = ("skip__", "in__", "out__")
 _GROUP_BYTES = 96 << 20
-
-
-@dataclass
-class Prepared:
-    """A rollout step that is ready to be written and that later changes of the batch's containers cannot reach."""
-
-    output: Part
-    input: Part | None
 
 
 @dataclass(frozen=True)
@@ -66,18 +57,6 @@ class Column:
         if isinstance(self.source, Numbers):
             return self.source.form.write(self.source.bits, rows, self.spans)
         return _object_arrays(self.source, self.fields, rows)
-
-
-def prepare(batch: Any, inputs: Any = None) -> Prepared:
-    """Take a snapshot of a rollout step's output and, if given, of its input."""
-    output = take_apart(batch)
-    given = None if inputs is None else take_apart(inputs)
-    if given is not None and given.rows != output.rows:
-        raise StoreError(
-            f"The input has {given.rows} rows and the output {output.rows}; a rollout is stored with one input row "
-            "for each trajectory (repeat the input as the generate call does)."
-        )
-    return Prepared(columns.snapshot(output), None if given is None else columns.snapshot(given))
 
 
 def write(prepared: Prepared, key: RolloutKey, sink: Any) -> Summary:
@@ -232,7 +211,7 @@ def _part_spec(part: Part, layout: list[Column]) -> dict[str, Any]:
 def _row_groups(prepared: Prepared) -> Iterator[slice]:
     """Slices of rows of some tens of megabytes: what is encoded at once, and so the extra memory of a dump."""
     rows = prepared.output.batch.rows
-    costs = sum(_row_costs(part) for part in (prepared.output, prepared.input) if part is not None)
+    costs = sum(_row_costs(part) for part in prepared.parts)
     ends = np.flatnonzero(np.diff(np.cumsum(costs) // _GROUP_BYTES)) + 1
     starts = [0, *(int(end) for end in ends)]
     for start, stop in zip(starts, [*starts[1:], rows], strict=True):
@@ -318,7 +297,7 @@ def _scores(part: Part, rows: slice) -> np.ndarray | None:
 
 def prompt_digests(inputs: Any) -> list[str] | None:
     """One digest for each row of a rollout step's input: equal rows have equal digests, whatever their uids."""
-    part = columns.snapshot(take_apart(inputs))
+    part = columns.take(inputs)
     columns.plan(part)
     return _row_digests(part)
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from verl_rollout_skip.errors import (
+    ChangedBatchError,
     CorruptEntryError,
     DiskLimitError,
     DumpError,
@@ -32,6 +31,7 @@ from verl_rollout_skip.store.entry import MAX_RECORD_BYTES, EntryRecord, record_
 from verl_rollout_skip.store.local import LocalStorage, free_bytes
 from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.store.prefetch import Prefetcher
+from verl_rollout_skip.store.snapshot import Copy
 from verl_rollout_skip.store.storage import FileInfo, Storage
 from verl_rollout_skip.store.writer import BackgroundWriter, Job
 
@@ -75,7 +75,7 @@ class RolloutStore:
         self.path = os.fspath(path)
         self.written_bytes = 0
         self._storage = open_storage(self.path, storage_options)
-        self._background = background
+        self._copy = Copy.CHEAP if background else Copy.NOTHING
         self._writer = BackgroundWriter(parse_size(max_pending_bytes, "max_pending_bytes"))
         weakref.finalize(self, self._writer.stop)
         self._prefetcher: Prefetcher[LoadedEntry] = Prefetcher(self._load_ahead)
@@ -93,10 +93,13 @@ class RolloutStore:
     ) -> None:
         """Record the output of a rollout step, and its input, under a key.
 
-        The containers of ``batch`` may be changed as soon as this returns; the tensors' storages may not be written
-        into before ``flush``. A key that is taken keeps its entry: the same rollout is no error, another one is
-        ``EntryExistsError``; ``replace`` replaces it at once and atomically. ``info`` goes into the entry's record
-        and must be JSON.
+        What is recorded is what the batch holds now, whatever is done to it once this returns. Containers, cells,
+        rewards and small tensors are copied. Large tensors are shared, and compared before the commit: one that was
+        written into fails the dump with its name, and from then on everything is copied (see ``store.snapshot``).
+
+        A key that is taken keeps its entry: the same rollout is no error, another one is ``EntryExistsError``;
+        ``replace`` replaces it at once and atomically. ``info`` goes into the entry's record and must be JSON.
+        ``inputs`` may have been taken before by ``snapshot``.
 
         In the background an error is raised by a later call; this batch is accepted even if this call raises
         ``DumpError`` for an earlier one.
@@ -104,13 +107,18 @@ class RolloutStore:
         if not isinstance(key, RolloutKey):
             raise TypeError(f"The key of a rollout is a RolloutKey(step, gen_batch), not {key!r}")
         details = _json_copy(info or {})
-        prepared = codec.prepare(batch, inputs)
+        prepared = codec.prepare(batch, inputs, self._copy)
         self._prefetcher.drop(key)
-        if self._background:
-            self._writer.submit(Job(key, _held_bytes(prepared), lambda: self._write(key, prepared, details, replace)))
-        else:
+        if self._copy is Copy.NOTHING:
             self._writer.raise_if_closed(key)
             self._write(key, prepared, details, replace)
+        else:
+            size = sum(part.held_bytes for part in prepared.parts)
+            self._writer.submit(Job(key, size, lambda: self._write(key, prepared, details, replace)))
+
+    def snapshot(self, inputs: Any) -> codec.Part:
+        """An input as it is now, to be put with the output when that is known: generating may change it."""
+        return codec.take(inputs, self._copy, "the input's ")
 
     def get(self, key: RolloutKey, kind: BatchKind | str | None = None) -> Any:
         """The recorded batch, after its digest was checked.
@@ -240,6 +248,9 @@ class RolloutStore:
     def _write(self, key: RolloutKey, prepared: codec.Prepared, info: dict[str, Any], replace: bool) -> None:
         try:
             record = commit.commit(self._storage, key, prepared, info, replace, self._load_limit(), self._usage.admit)
+        except ChangedBatchError as error:
+            self._copy_all()
+            raise DumpError(f"{key} was not written to {self._storage.where()}: {error}") from error
         except RolloutSkipError:
             raise
         except Exception as error:
@@ -247,6 +258,11 @@ class RolloutStore:
         self._usage.add(record.bytes + len(record_bytes(record)))
         self.written_bytes += record.bytes
         logger.debug("%s: committed %s", key, format_size(record.bytes))
+
+    def _copy_all(self) -> None:
+        if self._copy is not Copy.ALL:
+            self._copy = Copy.ALL
+            logger.warning("the trainer changes its batches in place: every tensor is copied from now on")
 
     def _load(self, key: RolloutKey) -> LoadedEntry:
         self._writer.wait(key)
@@ -361,17 +377,6 @@ def _json_copy(info: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"info is {format_size(len(text))} of JSON; a record is read at once, keep it below 4 MB.")
     copy: dict[str, Any] = json.loads(text)
     return copy
-
-
-def _held_bytes(prepared: codec.Prepared) -> int:
-    """The memory that a waiting dump keeps alive; storages that several tensors share count once."""
-    parts = [part for part in (prepared.output, prepared.input) if part is not None]
-    storages: dict[int, int] = {}
-    for part in parts:
-        for tensor in part.batch.tensors.values():
-            storage = (tensor.values() if tensor.layout is torch.jagged else tensor).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values()) + sum(array.nbytes for part in parts for array in part.batch.arrays.values())
 
 
 def _dump_message(storage: Storage, key: RolloutKey, error: Exception) -> str:

@@ -1,0 +1,55 @@
+"""Trainers change the batch in place while its dump waits: what generate returned is what is recorded."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from verl import DataProto
+
+from tests.driver.stand_ins import VERL
+from tests.driver.training import SkipTrainer, Trainings, assert_same_training
+from verl_rollout_skip.store import commit
+
+pytestmark = pytest.mark.skipif(VERL < (0, 7), reason="verl 0.6.1 computes rewards after the rollout step")
+
+IN_ORDER = "trainer.balance_batch=False"
+"""verl then trains on the very tensors that generate returned, not on reordered copies."""
+
+
+class Overlong(SkipTrainer):
+    """A training with a penalty for long responses, which its author adds in place."""
+
+    changed = threading.Event()
+
+    def _compute_old_log_prob(self, batch: DataProto) -> Any:
+        lengths = batch.batch["response_mask"].sum(-1)
+        batch.batch["rm_scores"] -= 0.125 * lengths[:, None] * (batch.batch["rm_scores"] != 0)
+        self.changed.set()
+        return super()._compute_old_log_prob(batch)
+
+
+@pytest.fixture
+def late_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The background writer begins with a step when the trainer has already changed it."""
+    write = commit.commit
+    Overlong.changed.clear()
+
+    def wait(*arguments: Any, **options: Any) -> Any:
+        assert Overlong.changed.wait(60)
+        Overlong.changed.clear()
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(commit, "commit", wait)
+
+
+@pytest.mark.usefixtures("late_writer")
+def test_rewards_that_are_shaped_in_place_are_recorded_as_generated(trainings: Trainings) -> None:
+    plain = trainings.run("off", IN_ORDER, trainer=Overlong)
+    Overlong.changed.clear()
+    recording = trainings.run("record", IN_ORDER, trainer=Overlong)
+    replayed = trainings.run("replay", IN_ORDER, trainer=Overlong)
+    assert_same_training(plain, recording)
+    assert_same_training(plain, replayed)
+    assert replayed.hits == [1.0, 1.0, 1.0]
