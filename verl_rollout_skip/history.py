@@ -7,8 +7,10 @@ still those of the entry's prompts, but another policy wrote them, and the user 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from tensordict import NonTensorStack
@@ -24,7 +26,7 @@ _LEARNED_FROM = ("responses", "rm_scores")
 
 
 def identity_of(batch: Any) -> str:
-    """The same for the same responses and rewards, in the same order."""
+    """The same for the same responses and rewards, in the same order. A batch, or its columns by name."""
     tensors = getattr(batch, "batch", batch)
     digest = xxhash.xxh3_128()
     for name in _LEARNED_FROM if tensors is not None else ():
@@ -37,9 +39,14 @@ def identity_of(batch: Any) -> str:
     return digest.hexdigest()
 
 
+def proof_of(identity: str) -> Callable[[Mapping[str, Any]], str | None]:
+    """Tells of the columns of a batch that had this identity whether they still have it, and names them if not."""
+    return lambda columns: None if identity_of(columns) == identity else " or ".join(_LEARNED_FROM)
+
+
 def _parts(column: Any) -> list[Any]:
     """The tensors that a column consists of."""
-    if isinstance(column, NonTensorStack):
+    if isinstance(column, NonTensorStack | np.ndarray):
         # On V1 agent loops may reward some rows and leave the others to a reward model.
         cells = column.tolist()
         rows = [row for row, cell in enumerate(cells) if cell is not None]

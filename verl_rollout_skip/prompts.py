@@ -35,8 +35,9 @@ class OtherInput(Exception):
 
 def meta_of(inputs: Any) -> dict[str, Any]:
     """What belongs to an input as a whole: ``meta_info`` of a DataProto, the single values of a TensorDict."""
-    if isinstance(inputs, TensorDict):
-        return {".".join(path): value for path, value in take_apart(inputs).meta.items()}
+    if isinstance(inputs, TensorDict | codec.Part):
+        meta = inputs.batch.meta if isinstance(inputs, codec.Part) else take_apart(inputs).meta
+        return {".".join(key) if isinstance(key, tuple) else key: value for key, value in meta.items()}
     return dict(getattr(inputs, "meta_info", None) or {})
 
 
@@ -45,8 +46,8 @@ def sampling_of(inputs: Any) -> dict[str, str]:
     return {str(key): repr(value) for key, value in sorted(meta_of(inputs).items()) if key not in _NOT_SAMPLING}
 
 
-def snapshot(inputs: Any) -> Any:
-    """The input as it is now; whoever generates may add and remove columns of the one that he is given."""
+def shallow_copy(inputs: Any) -> Any:
+    """An input with containers of its own: generating may add and remove columns."""
     if isinstance(inputs, TensorDict):
         return inputs.clone(recurse=False)
     kept = copy.copy(inputs)

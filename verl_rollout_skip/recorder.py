@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_rollout_skip.errors import DumpError, EntryExistsError, MismatchError, RolloutSkipError
+from verl_rollout_skip.history import IDENTITY, proof_of
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.layout import gpu_layout
 from verl_rollout_skip.manifest import NAME as MANIFEST
 from verl_rollout_skip.manifest import Manifest, Recording, write_manifest
 from verl_rollout_skip.modes import Mode
 from verl_rollout_skip.outcome import Statistics
+from verl_rollout_skip.prompts import shallow_copy
 from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.store.storage import HERE
 from verl_rollout_skip.store.store import RolloutStore
@@ -52,6 +54,13 @@ class Recorder:
                 self._accepted.discard(key)
             self._count()
 
+    def snapshot(self, inputs: Any) -> Any:
+        """An input as it is now, because generating may change it; to be given to ``dump``."""
+        try:
+            return self.store.snapshot(inputs)
+        except RolloutSkipError:
+            return shallow_copy(inputs)  # which the dump then fails with
+
     def _accepts(self, key: RolloutKey, replace: bool) -> bool:
         if not replace and key in self.store:
             self._count_taken(key)
@@ -84,7 +93,8 @@ class Recorder:
         if complete is not None:
             complete()
         try:
-            self.store.put(key, batch, inputs=inputs, info=info, replace=replace)
+            proof = proof_of(info[IDENTITY])
+            self.store.put(key, batch, inputs=inputs, info=info, replace=replace, proof=proof)
         except EntryExistsError as error:  # without a background thread; with one it comes among the failures
             raise DumpError.of([(key, error)]) from error
 

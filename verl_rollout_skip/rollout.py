@@ -42,7 +42,6 @@ from verl_rollout_skip.prompts import (
     adopt_uids,
     meta_of,
     sampling_of,
-    snapshot,
     why_no_replacement,
     why_not_same,
 )
@@ -104,7 +103,7 @@ class RolloutSkip:
         loaded = self.load(key, lambda _: inputs)
         if loaded is not None:
             return loaded
-        given = snapshot(inputs) if self._recorder is not None else inputs
+        given = self._recorder.snapshot(inputs) if self._recorder is not None else inputs
         started = time.perf_counter()
         batch = generate(inputs)
         metrics = self.record(key, batch, given, time.perf_counter() - started)

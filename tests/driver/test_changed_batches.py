@@ -21,24 +21,23 @@ IN_ORDER = "trainer.balance_batch=False"
 class Overlong(SkipTrainer):
     """A training with a penalty for long responses, which its author adds in place."""
 
-    changed = threading.Event()
+    changed = threading.Semaphore(0)
 
     def _compute_old_log_prob(self, batch: DataProto) -> Any:
         lengths = batch.batch["response_mask"].sum(-1)
         batch.batch["rm_scores"] -= 0.125 * lengths[:, None] * (batch.batch["rm_scores"] != 0)
-        self.changed.set()
+        self.changed.release()
         return super()._compute_old_log_prob(batch)
 
 
 @pytest.fixture
 def late_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The background writer begins with a step when the trainer has already changed it."""
+    monkeypatch.setattr(Overlong, "changed", threading.Semaphore(0))
     write = commit.commit
-    Overlong.changed.clear()
 
     def wait(*arguments: Any, **options: Any) -> Any:
-        assert Overlong.changed.wait(60)
-        Overlong.changed.clear()
+        assert Overlong.changed.acquire(timeout=60)
         return write(*arguments, **options)
 
     monkeypatch.setattr(commit, "commit", wait)
@@ -46,10 +45,9 @@ def late_writer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("late_writer")
 def test_rewards_that_are_shaped_in_place_are_recorded_as_generated(trainings: Trainings) -> None:
-    plain = trainings.run("off", IN_ORDER, trainer=Overlong)
-    Overlong.changed.clear()
     recording = trainings.run("record", IN_ORDER, trainer=Overlong)
     replayed = trainings.run("replay", IN_ORDER, trainer=Overlong)
+    plain = trainings.run("off", IN_ORDER, trainer=Overlong)
     assert_same_training(plain, recording)
     assert_same_training(plain, replayed)
     assert replayed.hits == [1.0, 1.0, 1.0]

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from verl import DataProto
 
 from tests.batches import assert_same_batch, objects, rollout_input, rollout_output
+from tests.trainings import Training, inputs_of, never
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import DumpError
 from verl_rollout_skip.store import commit
@@ -255,3 +256,42 @@ def test_tensors_of_inference_mode_are_copied_because_torch_does_not_count_their
         with RolloutStore(tmp_path) as store, changed_after_put(store, K1, batch, gate):
             batch.batch["responses"][5, 5] = 1
     assert_same_batch(rollout_output(**LARGE), RolloutStore(tmp_path).get(K1))
+
+
+def test_one_token_that_is_changed_through_numpy_is_found_by_the_digest_of_the_generation(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    """torch does not count such a write, and a sample of the bytes misses it."""
+    training = Training(tmp_path)
+    skip = training.open("record")
+    batch = skip.step(K1, inputs_of(K1, rows=64), lambda _: rollout_output(**LARGE)).batch
+    batch.batch["responses"].numpy()[3, 700] += 1
+    gate.set()
+    with pytest.raises(DumpError, match=r"step 1.*responses or rm_scores changed in place"):
+        skip.close()
+    assert not list(training.dumps.rglob("*.parquet"))
+
+
+def test_inputs_are_recorded_as_they_were_before_generating(tmp_path: Path) -> None:
+    """An engine may write its own marks into the prompts that it is given."""
+
+    def generate(inputs: DataProto) -> DataProto:
+        inputs.non_tensor_batch["raw_prompt"][0].append({"role": "assistant", "content": "seen"})
+        inputs.non_tensor_batch["reward_model"][1]["ground_truth"] = "seen"
+        inputs.non_tensor_batch["index"][2] = -1
+        inputs.meta_info["do_sample"] = False
+        return rollout_output(len(inputs))
+
+    training = Training(tmp_path)
+    with training.open("record") as skip:
+        skip.step(K1, inputs_of(K1), generate)
+    with training.open("replay") as replay:
+        assert replay.step(K1, inputs_of(K1), never).hit
+
+
+def test_inputs_that_cannot_be_stored_fail_the_dump_and_not_the_rollout_step(tmp_path: Path) -> None:
+    inputs = inputs_of(K1)
+    inputs.non_tensor_batch["raw_prompt"][0] = object()
+    with Training(tmp_path).open("cache", {"on_dump_error": "warn"}) as skip:
+        assert len(skip.step(K1, inputs, lambda _: rollout_output(8)).batch) == 8
+        assert skip.statistics.dump_failures == 1

@@ -11,9 +11,11 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from tests.batches import rollout_output
 from tests.trainings import Engine, Training, inputs_of, never
 from verl_rollout_skip import RolloutKey, RolloutStore
-from verl_rollout_skip.history import HISTORY, IDENTITY, identity_of
+from verl_rollout_skip.errors import DumpError
+from verl_rollout_skip.history import HISTORY, IDENTITY, identity_of, proof_of
 
 STEPS = [RolloutKey(step) for step in range(1, 5)]
 TOLD = "was recorded after other rollouts than this training has learned from"
@@ -173,3 +175,22 @@ def test_rewards_that_only_some_rows_have_count_with_the_rows_that_they_belong_t
     same = identity_of(rollout(one, None, other))
     assert identity_of(rollout(one.clone(), None, other)) == same
     assert len({same, identity_of(rollout(one, other, None)), identity_of(rollout(other, None, one))}) == 3
+
+
+def test_a_rollout_that_nobody_changes_is_proved_whatever_its_shape(tmp_path: Path) -> None:
+    """Padded, jagged, and with rewards for some rows only, as V1's agent loops may leave them."""
+    jagged = torch.nested.nested_tensor_from_jagged(torch.arange(9), torch.tensor([0, 2, 9]))
+    some = NonTensorStack.from_list([NonTensorData(None), NonTensorData(torch.tensor([0.0, 1.0]))])
+    batches = [
+        rollout_output(4),
+        TensorDict({"responses": jagged, "rm_scores": jagged * 0.5}, batch_size=[2]),
+        TensorDict({"responses": jagged, "rm_scores": some}, batch_size=[2]),
+    ]
+    with RolloutStore(tmp_path) as store:
+        for step, batch in enumerate(batches):
+            store.put(RolloutKey(step), batch, proof=proof_of(identity_of(batch)))
+        store.flush()
+        store.put(RolloutKey(9), batches[0], proof=proof_of(identity_of(batches[1])))
+        with pytest.raises(DumpError, match="responses or rm_scores"):
+            store.flush()
+        assert len(store) == 3

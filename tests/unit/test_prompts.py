@@ -12,7 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tests.batches import data_proto, rollout_input, rollout_output
 from verl_rollout_skip import RolloutKey, RolloutStore
-from verl_rollout_skip.prompts import adopt_uids, sampling_of, snapshot, why_not_same
+from verl_rollout_skip.prompts import adopt_uids, sampling_of, shallow_copy, why_not_same
 from verl_rollout_skip.store.store import LoadedEntry
 
 K = RolloutKey(1)
@@ -138,11 +138,11 @@ def test_uids_are_added_only_on_request() -> None:
 
 def test_a_snapshot_keeps_its_columns(tensordict: TensorDict) -> None:
     inputs = rollout_input()
-    kept = snapshot(inputs)
+    kept = shallow_copy(inputs)
     inputs.non_tensor_batch.pop("raw_prompt")
     inputs.meta_info["do_sample"] = False
     assert "raw_prompt" in kept.non_tensor_batch
     assert "do_sample" not in kept.meta_info
-    kept = snapshot(tensordict)
+    kept = shallow_copy(tensordict)
     del tensordict["x"]
     assert "x" in kept.keys()  # noqa: SIM118 - `in` of a TensorDict asks for something else

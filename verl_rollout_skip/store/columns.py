@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +40,7 @@ from verl_rollout_skip.store.padding import (
     proves,
     row_chunks,
 )
-from verl_rollout_skip.store.snapshot import Copy, NonZero, Snapshot
+from verl_rollout_skip.store.snapshot import Copy, NonZero, Snapshot, held_bytes
 from verl_rollout_skip.store.threads import map_in_threads
 
 # Parquet readers refuse a description of more than 100 MB.
@@ -82,20 +83,23 @@ class Part:
     numbers: list[Numbers] = field(default_factory=list)
     spans: Spans | None = None
 
+    def restore(self) -> None:
+        """Make whole tensors of those that were kept without their zeros."""
+        for path, tensor in self.tensors.items():
+            if isinstance(tensor, NonZero):
+                self.tensors[path] = tensor.restore()
+
     @property
     def held_bytes(self) -> int:
-        """The memory that it keeps alive while it waits; storages that several tensors share count once."""
-        blobs = [blob for column in self.objects for row in column.cells.blobs or () for blob in row]
-        storages: dict[int, int] = {}
-        others = [array for array in self.batch.arrays.values() if array.dtype.kind not in "OUS"]
-        for value in [*self.tensors.values(), *blobs]:
-            if isinstance(value, torch.Tensor):
-                storage = (value.values() if value.layout is torch.jagged else value).untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-            else:
-                others.append(value.blocks if isinstance(value, NonZero) else value)
+        """The memory that it keeps alive while it waits."""
+        numbers = [array for array in self.batch.arrays.values() if array.dtype.kind not in "OUS"]
+        blobs = (blob for column in self.objects for row in column.cells.blobs or () for blob in row)
         texts = (text for column in self.objects for text in column.cells.values if type(text) is str)
-        return sum(storages.values()) + sum(map(cells.blob_size, others)) + sum(map(len, texts))
+        return held_bytes([*self.tensors.values(), *numbers, *blobs]) + sum(map(len, texts))
+
+
+Proof = Callable[[Mapping[str, Any]], str | None]
+"""Names the columns of a batch that are not what they were; None if all are."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Prepared:
 
     output: Part
     input: Part | None
+    proof: Proof | None = None
 
     @property
     def parts(self) -> list[Part]:
@@ -112,11 +117,16 @@ class Prepared:
     def raise_if_changed(self) -> None:
         """Raise ``ChangedBatchError`` if anything in it was written into since it was taken."""
         names = [name for part in self.parts if part.snapshot is not None for name in part.snapshot.changed()]
+        if not names and self.proof is not None:
+            self.output.restore()
+            columns = {**self.output.tensors, **self.output.batch.arrays}
+            named = self.proof({path[0]: column for path, column in columns.items() if len(path) == 1})
+            names = [] if named is None else [named]
         if names:
             raise ChangedBatchError(names)
 
 
-def prepare(batch: Any, inputs: Any = None, copy: Copy = Copy.NOTHING) -> Prepared:
+def prepare(batch: Any, inputs: Any = None, copy: Copy = Copy.NOTHING, proof: Proof | None = None) -> Prepared:
     """Take a rollout step's output and, if given, its input: a batch, or what ``take`` made of one before."""
     output = take(batch, copy)
     given = inputs if inputs is None or isinstance(inputs, Part) else take(inputs, copy, "the input's ")
@@ -125,7 +135,7 @@ def prepare(batch: Any, inputs: Any = None, copy: Copy = Copy.NOTHING) -> Prepar
             f"The input has {given.batch.rows} rows and the output {output.batch.rows}; a rollout is stored with one "
             "input row for each trajectory (repeat the input as the generate call does)."
         )
-    return Prepared(output, given)
+    return Prepared(output, given, proof)
 
 
 def take(given: Any, copy: Copy = Copy.NOTHING, whose: str = "") -> Part:
@@ -172,9 +182,9 @@ def plan(part: Part, echoed: Part | None = None) -> None:
     groups: dict[tuple[int, int], int] = {}
     parts: dict[str, Numbers] = {}
     payloads: list[Numbers] = []
+    part.restore()
     for path, tensor in part.tensors.items():
-        if isinstance(tensor, NonZero):
-            tensor = part.tensors[path] = tensor.restore()
+        assert isinstance(tensor, torch.Tensor)
         column = _tensor_column(path, tensor, part.batch.rows, groups)
         payloads.append(column)
         if len(path) == 1:

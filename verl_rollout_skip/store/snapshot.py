@@ -17,7 +17,7 @@ would then make the whole copy on the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import xxhash
 
+from verl_rollout_skip.store.cells import blob_size
 from verl_rollout_skip.store.dtypes import TORCH_DTYPES, tensor_bits, tensor_from_bits
 
 _SMALL_TENSOR = 1 << 20
@@ -130,6 +131,19 @@ class Snapshot:
     def _share(self, name: str, value: Any) -> Any:
         self._shared.append(_Shared(name, value, _version(value), _digest(value)))
         return value
+
+
+def held_bytes(values: Iterable[Any]) -> int:
+    """The memory of tensors, arrays, bytes and images; storages that several tensors share count once."""
+    storages: dict[int, int] = {}
+    others = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            storage = (value.values() if value.layout is torch.jagged else value).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        else:
+            others += blob_size(value.blocks if isinstance(value, NonZero) else value)
+    return sum(storages.values()) + others
 
 
 def _is_reward(name: str) -> bool:

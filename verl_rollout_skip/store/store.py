@@ -75,7 +75,8 @@ class RolloutStore:
         self.path = os.fspath(path)
         self.written_bytes = 0
         self._storage = open_storage(self.path, storage_options)
-        self._copy = Copy.CHEAP if background else Copy.NOTHING
+        self._background = background
+        self._copy = Copy.CHEAP
         self._writer = BackgroundWriter(parse_size(max_pending_bytes, "max_pending_bytes"))
         weakref.finalize(self, self._writer.stop)
         self._prefetcher: Prefetcher[LoadedEntry] = Prefetcher(self._load_ahead)
@@ -90,6 +91,7 @@ class RolloutStore:
         inputs: Any = None,
         info: dict[str, Any] | None = None,
         replace: bool = False,
+        proof: codec.Proof | None = None,
     ) -> None:
         """Record the output of a rollout step, and its input, under a key.
 
@@ -99,7 +101,8 @@ class RolloutStore:
 
         A key that is taken keeps its entry: the same rollout is no error, another one is ``EntryExistsError``;
         ``replace`` replaces it at once and atomically. ``info`` goes into the entry's record and must be JSON.
-        ``inputs`` may have been taken before by ``snapshot``.
+        ``inputs`` may have been taken before by ``snapshot``. ``proof`` is given the columns of the output before they
+        are committed, and names those that are not what was generated.
 
         In the background an error is raised by a later call; this batch is accepted even if this call raises
         ``DumpError`` for an earlier one.
@@ -107,17 +110,17 @@ class RolloutStore:
         if not isinstance(key, RolloutKey):
             raise TypeError(f"The key of a rollout is a RolloutKey(step, gen_batch), not {key!r}")
         details = _json_copy(info or {})
-        prepared = codec.prepare(batch, inputs, self._copy)
+        prepared = codec.prepare(batch, inputs, self._copy if self._background else Copy.NOTHING, proof)
         self._prefetcher.drop(key)
-        if self._copy is Copy.NOTHING:
-            self._writer.raise_if_closed(key)
-            self._write(key, prepared, details, replace)
-        else:
+        if self._background:
             size = sum(part.held_bytes for part in prepared.parts)
             self._writer.submit(Job(key, size, lambda: self._write(key, prepared, details, replace)))
+        else:
+            self._writer.raise_if_closed(key)
+            self._write(key, prepared, details, replace)
 
     def snapshot(self, inputs: Any) -> codec.Part:
-        """An input as it is now, to be put with the output when that is known: generating may change it."""
+        """An input as it is now, to be put with its output: generating may change it meanwhile."""
         return codec.take(inputs, self._copy, "the input's ")
 
     def get(self, key: RolloutKey, kind: BatchKind | str | None = None) -> Any:
@@ -249,7 +252,9 @@ class RolloutStore:
         try:
             record = commit.commit(self._storage, key, prepared, info, replace, self._load_limit(), self._usage.admit)
         except ChangedBatchError as error:
-            self._copy_all()
+            if self._copy is not Copy.ALL:
+                logger.warning("the trainer changes its batches in place: every tensor is copied from now on")
+            self._copy = Copy.ALL
             raise DumpError(f"{key} was not written to {self._storage.where()}: {error}") from error
         except RolloutSkipError:
             raise
@@ -258,11 +263,6 @@ class RolloutStore:
         self._usage.add(record.bytes + len(record_bytes(record)))
         self.written_bytes += record.bytes
         logger.debug("%s: committed %s", key, format_size(record.bytes))
-
-    def _copy_all(self) -> None:
-        if self._copy is not Copy.ALL:
-            self._copy = Copy.ALL
-            logger.warning("the trainer changes its batches in place: every tensor is copied from now on")
 
     def _load(self, key: RolloutKey) -> LoadedEntry:
         self._writer.wait(key)
