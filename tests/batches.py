@@ -153,6 +153,13 @@ def assert_same_object(left: Any, right: Any, where: str = "value") -> None:
     if _is_image(left) and _is_image(right):
         # An image that was opened from a file comes back as a plain image.
         assert (left.mode, left.size, left.tobytes()) == (right.mode, right.size, right.tobytes()), where
+        assert_same_object(left.info, right.info, f"{where}.info")
+        if left.palette is not None or right.palette is not None:
+            assert left.palette.mode == right.palette.mode, where
+            assert bytes(left.palette.palette) == bytes(right.palette.palette), where
+        for mode in ("RGB", "RGBA"):  # what a trainer does with it
+            if left.mode not in ("LAB", "La"):
+                assert left.convert(mode).tobytes() == right.convert(mode).tobytes(), where
         return
     assert type(left) is type(right), f"{where}: {type(left)} became {type(right)}"
     if isinstance(left, torch.Tensor):

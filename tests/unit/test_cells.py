@@ -7,12 +7,13 @@ import math
 import struct
 from collections import OrderedDict, defaultdict
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tests.batches import assert_comes_back, assert_same_object, data_proto, dump, load, objects
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
@@ -219,24 +220,74 @@ def test_tensors_that_are_views_come_back_as_their_values() -> None:
     assert not decoded["weights"].requires_grad
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "F"])
+@pytest.mark.parametrize("mode", Image.MODES)
 @pytest.mark.parametrize("size", [(13, 3), (1, 1), (8, 2)])
-def test_images_come_back_pixel_for_pixel(mode: str, size: tuple[int, int]) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3)).astype(np.uint8)
-    image = Image.fromarray(pixels)
-    if mode in ("LAB", "HSV"):
-        image = Image.frombytes(mode, size, pixels.tobytes())
-    else:
-        image = image.convert(mode)
+def test_images_come_back_pixel_for_pixel_in_every_mode(mode: str, size: tuple[int, int]) -> None:
+    count = len(Image.new(mode, size).tobytes())
+    image = Image.frombytes(mode, size, np.random.default_rng(0).bytes(count))
     comes_back(image)
     assert_comes_back(data_proto(x=[{"images": [image]}, {"images": []}]))
 
 
-def test_an_image_opened_from_a_file_comes_back_as_an_image(tmp_path) -> None:
-    Image.new("RGB", (4, 3), (10, 20, 30)).save(tmp_path / "picture.png")
+def palette_images() -> dict[str, Image.Image]:
+    pixels = np.random.default_rng(0).integers(0, 256, (7, 9, 4)).astype(np.uint8)
+    few = Image.fromarray(pixels[..., :3]).quantize(5)
+    one, some, alpha, paired = few.copy(), few.copy(), few.copy(), few.convert("PA")
+    one.info["transparency"] = 3
+    some.info["transparency"] = bytes([0, 128])
+    alpha.putpalette(bytes(range(40)), "RGBA")
+    paired.putpalette(bytes(range(40)), "RGBA")
+    return {
+        "five colors": few,
+        "256 colors": Image.fromarray(pixels[..., :3]).convert("P", palette=Image.Palette.ADAPTIVE),
+        "one transparent color": one,
+        "partly transparent colors": some,
+        "colors with alpha": alpha,
+        "of four channels": Image.fromarray(pixels).quantize(5),
+        "with an alpha channel": few.convert("PA"),
+        "alpha twice": paired,
+        "no colors": Image.new("P", (3, 2)),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("image", palette_images().values(), ids=palette_images())
+def test_images_keep_their_palette_and_their_transparency(image: Image.Image) -> None:
+    comes_back(image)
+    assert_comes_back(data_proto(x=[{"images": [image]}, {"images": [image.copy()]}]))
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+def test_an_image_opened_from_a_file_comes_back_as_an_image(tmp_path: Path, mode: str) -> None:
+    """With what its file says of it: a transparent color, its orientation, its resolution."""
+    image = (
+        Image.new("I;16", (4, 3), 40_000) if mode == "I;16" else Image.new("RGB", (4, 3), (10, 20, 30)).convert(mode)
+    )
+    options: dict[str, Any] = {} if mode in ("LA", "RGBA") else {"transparency": (1, 2, 3) if mode == "RGB" else 0}
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "picture.png", dpi=(300, 300), exif=exif, **options)
     with Image.open(tmp_path / "picture.png") as image:
+        assert image.mode == mode
         decoded = comes_back(image)
+        assert set(decoded.info) == {"dpi", "exif", *options}
+        assert ImageOps.exif_transpose(decoded).size == (3, 4)
     assert type(decoded) is Image.Image
+
+
+def test_what_an_image_says_of_itself_is_kept_as_far_as_it_is_plain() -> None:
+    image = Image.new("L", (2, 2))
+    image.info = {"plain": [1, (2.5, "a", None, b"b")], "class": object(), "mixed": (1, object())}
+    [cell] = load(dump(data_proto(x=[image])))[0].non_tensor_batch["x"]
+    assert cell.info == {"plain": [1, (2.5, "a", None, b"b")]}
+
+
+def test_an_image_in_an_unknown_mode_is_refused_by_that_mode() -> None:
+    image = Image.new("RGB", (2, 2))
+    image._mode = "BGR;24"
+    with pytest.raises(UnsupportedBatchError, match=r"x\[0\]\['images'\]\[0\]: a PIL image of mode 'BGR;24'. Convert"):
+        dump(data_proto(x=[{"images": [image]}]))
 
 
 def test_rows_that_share_one_object_share_one_object_again() -> None:
@@ -353,7 +404,6 @@ SELF_CONTAINING.append(SELF_CONTAINING)
         (np.ma.masked_array([1], [True]), "MaskedArray"),
         (np.array(["x"], dtype=np.dtypes.StringDType()), "numpy.ndarray"),
         (torch.eye(2).to_sparse(), "torch.Tensor"),
-        (Image.new("P", (2, 2)), "PIL.Image.Image"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else value,
 )
@@ -428,6 +478,12 @@ def test_a_hundred_levels_are_deep_enough() -> None:
         '{"$type":"tensor","dtype":[],"shape":[1],"blob":0}',
         '{"$type":"image","mode":"RGB","size":[1,1],"blob":0}',
         '{"$type":"image","mode":"P","size":[1,1],"blob":0}',
+        '{"$type":"image","mode":"P","size":[1,1],"blob":0,"palette":{"mode":"XYZ","blob":0}}',
+        '{"$type":"image","mode":"P","size":[1,1],"blob":0,"palette":[0]}',
+        '{"$type":"image","mode":"L","size":[1,1],"blob":0,"palette":{"mode":"RGB","blob":0}}',
+        '{"$type":"image","mode":"L","size":[1,1],"blob":0,"info":[1]}',
+        '{"$type":"image","mode":"BGR;24","size":[1,1],"blob":0}',
+        '{"$type":"image","mode":["L"],"size":[1,1],"blob":0}',
         '{"$type":"image","mode":"L","size":[1],"blob":0}',
         '{"$type":"image","mode":"L","size":[100000000,100000000],"blob":0}',
         '[{"a":{"$type":"float","hex":"00"}}]',

@@ -12,11 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-from tests.batches import assert_same_batch, rollout_output
+from tests.batches import assert_same_batch, data_proto, rollout_output
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import DumpError, EntryExistsError
+from verl_rollout_skip.store import commit
 from verl_rollout_skip.store.threads import map_in_threads
 from verl_rollout_skip.store.writer import BackgroundWriter, Job
 
@@ -190,6 +194,38 @@ def test_submit_waits_while_too_much_is_waiting_and_goes_on_when_there_is_room()
     for gate in gates:
         gate.set()
     writer.close()
+
+
+BULK: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.zeros(100_000),
+    "array": lambda: np.zeros(100_000),
+    "bytes": lambda: bytes(100_000),
+    "image": lambda: Image.new("RGB", (200, 200)),
+    "palette image": lambda: Image.new("P", (300, 300)),
+    "bit image": lambda: Image.new("1", (1000, 1000)),
+    "text": lambda: "x" * 100_000,
+}
+
+
+@pytest.mark.parametrize("bulk", BULK.values(), ids=BULK)
+def test_bulk_data_in_cells_counts_as_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bulk: Callable[[], Any]
+) -> None:
+    """The images of a vision model are most of its rollouts."""
+    gate = threading.Event()
+    write = commit.commit
+    monkeypatch.setattr(commit, "commit", lambda *arguments: (gate.wait(60), write(*arguments))[1])
+    store = RolloutStore(tmp_path, max_pending_bytes=1_000_000)
+    batches = [data_proto(x=[{"images": [bulk()]} for _ in range(8)]) for _ in range(2)]
+    store.put(RolloutKey(1), batches[0])
+    second = threading.Thread(target=store.put, args=(RolloutKey(2), batches[1]))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive(), "twice eight of them are more than a megabyte"
+    gate.set()
+    second.join(20)
+    store.close()
+    assert len(store) == 2
 
 
 def test_a_job_that_is_submitted_while_another_thread_closes_is_done_or_refused() -> None:

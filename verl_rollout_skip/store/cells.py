@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
+from verl_rollout_skip.store import images
 from verl_rollout_skip.store.dtypes import TORCH_DTYPES, tensor_bits, tensor_from_bits
 
 TYPE = "$type"
@@ -29,18 +30,6 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circul
 _INT64 = range(-(2**63), 2**63)
 # Fixed-size numpy dtypes only: no objects, no structures.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8\[\d*[a-zA-Z]+\])")
-_IMAGE_BYTES = {
-    "1": 0,
-    "L": 1,
-    "RGB": 3,
-    "RGBA": 4,
-    "CMYK": 4,
-    "YCbCr": 3,
-    "LAB": 3,
-    "HSV": 3,
-    "I": 4,
-    "F": 4,
-}
 
 Blob = Any
 """Bulk data by reference: bytes, a numpy array, a tensor or an image; ``blob_bytes`` makes it bytes."""
@@ -160,7 +149,7 @@ def blob_size(blob: Blob) -> int:
         return len(blob)
     if isinstance(blob, torch.Tensor | np.ndarray):
         return int(blob.nbytes)
-    return int(blob.width * blob.height * max(_IMAGE_BYTES[blob.mode], 1))
+    return images.image_bytes(blob)
 
 
 def _scalar_form(cells: Sequence[Any]) -> str | None:
@@ -257,16 +246,19 @@ def _tag_bulk(value: Any, blobs: list[Blob], where: str, depth: int) -> Any:
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype in TORCH_DTYPES:
             return {TYPE: "tensor", "dtype": dtype, "shape": list(value.shape), "blob": blob(value)}
-    if _is_image(value):
-        return {TYPE: "image", "mode": value.mode, "size": list(value.size), "blob": blob(value.copy())}
+    if images.is_image(value):
+        if value.mode not in images.MODES:
+            raise UnsupportedBatchError(
+                f"Cannot store {where}: a PIL image of mode {value.mode!r}. Convert it to one of "
+                f'{", ".join(images.MODES)}, for example with image.convert("RGB").'
+            )
+        tag = {TYPE: "image", **images.describe(value, blob)}
+        info = images.plain_info(value)
+        return {**tag, "info": _tag(info, blobs, f"{where}.info", depth)} if info else tag
     raise UnsupportedBatchError(
         f"Cannot store {where}: {_describe(value)} has no exact representation on disk. Convert it to plain Python, "
         "numpy or torch values (dict, list, tuple, str, bytes, int, float, bool, None, arrays, tensors, PIL images)."
     )
-
-
-def _is_image(value: Any) -> bool:
-    return type(value).__module__.startswith("PIL.") and getattr(value, "mode", None) in _IMAGE_BYTES
 
 
 def _describe(value: Any) -> str:
@@ -321,15 +313,11 @@ def _array(data: bytes, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
 
 def _read_image(tag: dict[str, Any], blobs: Sequence[bytes]) -> Any:
     width, height = (_size(size) for size in tag["size"])
-    data = blobs[_size(tag["blob"])]
-    mode = tag["mode"]
-    # Checked before PIL allocates: a bit image packs eight pixels in a byte, row by row.
-    needed = height * ((width + 7) // 8) if mode == "1" else width * height * _IMAGE_BYTES[mode]
-    if needed != len(data):
-        raise ValueError(f"an image of {width}x{height} in mode {mode} needs {needed} bytes, {len(data)} are stored")
-    from PIL import Image
-
-    return Image.frombytes(mode, (width, height), data)
+    palette, info = tag.get("palette"), _untag(tag.get("info", {}), blobs)
+    if type(info) is not dict:
+        raise ValueError(f"{info!r} is no info of an image")
+    colors = None if palette is None else (palette["mode"], blobs[_size(palette["blob"])])
+    return images.make_image(tag["mode"], (width, height), blobs[_size(tag["blob"])], colors, info)
 
 
 def _size(value: Any) -> int:
