@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from tests.cli_program import assert_one_line_error, run, run_as_nobody
 from tests.trainings import Training
 from verl_rollout_skip import RolloutKey
-from verl_rollout_skip.cli.commands import COMMANDS
+from verl_rollout_skip.cli.program import COMMANDS
 
 ARGUMENTS = {
     "ls": ["{path}"],
@@ -43,7 +43,7 @@ NEWER_MANIFEST = {"ls": 0, "verify": 1, "resume": 2, "copy": 1}
 
 
 def test_no_command_is_left_out() -> None:
-    assert {*ARGUMENTS, "completion"} == {command.name for command in COMMANDS}
+    assert {*ARGUMENTS, "completion"} == set(COMMANDS)
 
 
 @pytest.fixture(scope="module")

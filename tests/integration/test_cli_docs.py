@@ -1,17 +1,19 @@
-"""docs/cli.md and the examples of ``--help``: the reference is that of the program, and every example runs.
+"""docs/cli.md and the examples of ``--help``: every one of them runs.
 
 The ``console`` blocks of the document are run one after another, against a recording that is made for them, and must
-print what the document says; names, digests, sizes, dates and times may differ. ``UPDATE_DOCS=1`` writes what they
-print.
+print what the document says; names, digests, sizes, dates and times may differ. The reference is such blocks too, with
+the ``--help`` of each command. ``UPDATE_DOCS=1`` writes what they print.
 """
 
 from __future__ import annotations
 
 import os
+import pty
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +28,8 @@ from tests.cli_program import ROOT, assert_fits, run
 from tests.trainings import Training
 from verl_rollout_skip import RolloutKey
 from verl_rollout_skip.cli import main
-from verl_rollout_skip.cli.command import make_parser
-from verl_rollout_skip.cli.commands import COMMANDS
-from verl_rollout_skip.cli.completion import subparsers_of
-from verl_rollout_skip.cli.reference import main as reference_main
-from verl_rollout_skip.cli.reference import reference, replace_reference
+from verl_rollout_skip.cli.command import Command
+from verl_rollout_skip.cli.program import COMMANDS, EXIT_CODES, load_command
 
 DOCUMENT = ROOT / "docs" / "cli.md"
 BLOCK = re.compile(r"^```console\n(?P<session>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -127,38 +126,24 @@ def test_the_examples_of_the_document_print_what_it_says(data: dict[str, str], c
     text = DOCUMENT.read_text(encoding="utf-8")
     now = played(text, Session(data, capsys))
     if os.environ.get("UPDATE_DOCS"):
-        DOCUMENT.write_text(replace_reference(now), encoding="utf-8")
+        DOCUMENT.write_text(now, encoding="utf-8")
     else:
         assert comparable(now) == comparable(text)
 
 
-def test_the_reference_is_that_of_the_program() -> None:
-    assert reference_main([str(DOCUMENT), "--check"]) == 0, "run python -m verl_rollout_skip.cli.reference docs/cli.md"
-
-
-def test_the_reference_is_written_between_its_marks(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "page.md"
-    path.write_text("before\n<!-- reference: begin -->\nold\n<!-- reference: end -->\nafter\n")
-    assert reference_main([str(path), "--check"]) == 1
-    assert "is not current" in capsys.readouterr().out
-    assert reference_main([str(path)]) == 0
-    text = path.read_text()
-    assert text.startswith("before\n<!-- reference: begin -->\n\n### Exit codes")
-    assert text.endswith("<!-- reference: end -->\nafter\n")
-    assert reference_main([str(path), "--check"]) == 0
-
-
-def test_the_reference_names_every_command_and_exit_code() -> None:
-    text = reference()
-    for command in COMMANDS:
-        assert f"\n### {command.name}\n" in text
-    for code in ("| 0 |", "| 1 |", "| 2 |", "| 130 |"):
-        assert code in text
+def test_the_reference_has_every_command_and_exit_code() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name in COMMANDS:
+        assert f"\n### {name}\n\n```console\n$ rollout-skip {name} --help\n" in text
+    for code, meaning in EXIT_CODES.items():
+        assert f"\n| {code} | {meaning} |\n" in text
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    for name, parser in subparsers_of(make_parser()).items():
-        found = [line.strip() for line in (parser.epilog or "").splitlines() if line.startswith("  rollout-skip ")]
+    for name in COMMANDS:
+        command = load_command(name)
+        assert isinstance(command, Command)
+        found = [line for line in command.examples.splitlines() if line.startswith("rollout-skip ")]
         assert found, f"--help of {name} has no example"
         if name not in ELSEWHERE:
             yield from ((name, line) for line in found)
@@ -184,11 +169,28 @@ def test_the_examples_of_help_run(name: str, example: str, data: dict[str, str],
     fsspec.filesystem("memory").store.clear()
 
 
-def test_help_shows_exit_codes_and_fits_80_columns() -> None:
-    done = run("--help")
-    assert "exit codes:" in done.stdout
-    for command in COMMANDS:
-        assert re.search(rf"^    {command.name}\s", done.stdout, re.MULTILINE)
-    help_texts = [done.stdout, *(parser.format_help() for parser in subparsers_of(make_parser()).values())]
-    for text in help_texts:
-        assert_fits(text)
+def test_help_shows_exit_codes_and_fits_80_columns(capsys: Any) -> None:
+    for arguments in ([], *([name] for name in COMMANDS)):
+        assert main([*arguments, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert_fits(shown)
+        assert not re.search(r"--\w+-$", shown, re.MULTILINE), "the name of an option is not split"
+        if not arguments:
+            assert "Exit codes:" in shown
+            for name in COMMANDS:
+                assert re.search(rf"^  {name}\s", shown, re.MULTILINE)
+
+
+def on_a_terminal(*arguments: str, **environment: str) -> str:
+    """What the program prints on a terminal of its own."""
+    leader, terminal = pty.openpty()
+    with open(leader, "rb", buffering=0) as shown, open(terminal, "wb") as end:
+        command = [sys.executable, "-m", "verl_rollout_skip.cli", *arguments]
+        subprocess.run(command, stdout=end, cwd=ROOT, env={**os.environ, "TERM": "xterm", **environment}, check=True)
+        return shown.read(100_000).decode()
+
+
+def test_help_is_colored_on_a_terminal_and_only_there() -> None:
+    assert "\x1b[1mUsage: \x1b[0m" in on_a_terminal("--help")
+    assert "\x1b" not in on_a_terminal("--help", NO_COLOR="1")
+    assert "\x1b" not in run("--help").stdout

@@ -28,7 +28,7 @@ from tests.arithmetic_run import SAMPLES, conversation, encode, make_training
 from tests.cli_program import ROOT
 from tests.integration.test_report import data_of
 from verl_rollout_skip import RolloutKey
-from verl_rollout_skip.cli.commands import COMMANDS
+from verl_rollout_skip.cli.program import COMMANDS
 
 ANSWER = "The answer is "
 
@@ -152,7 +152,7 @@ def use_every_command(laptop: Laptop, recorded: Path, folder: Path) -> None:
         "prune": (0, "prune", variant, "--keep-last", 1, "--yes"),
         "completion": (0, "completion", "bash"),
     }
-    assert {words[1] for words in commands.values()} | {"view"} == {command.name for command in COMMANDS}
+    assert {words[1] for words in commands.values()} | {"view"} == set(COMMANDS)
     view_once(laptop, variant)
     printed = laptop.run_all(commands)
     for command in ("show", "report", "diff"):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from verl_rollout_skip.cli.command import main
+from verl_rollout_skip.cli.program import main
 
 __all__ = ["main"]

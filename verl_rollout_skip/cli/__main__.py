@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from verl_rollout_skip.cli.command import main
+from verl_rollout_skip.cli.program import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,116 +1,124 @@
-"""The command line: arguments, exit codes, and errors in one line."""
+"""A command of ``rollout-skip``: the arguments that several share, its help, and how its result is printed.
+
+Click parses, completes and lays out the help; here is what it leaves open: arguments with help, examples, ``--json``.
+"""
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
-import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from verl_rollout_skip._version import __version__
-from verl_rollout_skip.cli.commands import COMMANDS, Result
+import click
 
-EXIT_CODES = {
-    0: "all is well",
-    1: "it worked and found something damaged, or, with diff, something different",
-    2: "it did not work; one line on standard error says why and what to do",
-    130: "interrupted with Ctrl-C",
-}
-_WIDTH = 80
-_EXAMPLES = """\
-examples:
-  rollout-skip ls /data/dumps                      all runs below a dump_dir
-  rollout-skip stats /data/dumps/RUN/VARIANT       its steps in numbers
-  rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5
-                                                   one trajectory
-  rollout-skip verify /data/dumps --json           check all, for a script
-"""
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PATH = click.Path(readable=False)  # checks nothing: it may be a URL, and errors are our own
+PATH_HELP = "a dump_dir, a run folder, a variant, or a step or file in it; local or a URL (s3://…)"
+_JSON = f"{__name__}.json"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    logging.basicConfig(level=logging.ERROR, format="rollout-skip: %(message)s")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows only ASCII is no reason to fail
-    try:
-        parsed = make_parser(given[:1]).parse_args(given)
-        result = parsed.module.run(parsed)
-        _show(parsed, result)
-        return int(result.exit_code)
-    except KeyboardInterrupt:
-        print("rollout-skip: interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:  # whatever a file system or a library raises is one line for the user
-        print(f"rollout-skip: error: {describe(error)}", file=sys.stderr)
-        return 2
+@dataclass(frozen=True)
+class Result:
+    """What a command found: JSON as ``--json`` prints it, a function that prints it for people, and the exit code."""
+
+    data: dict[str, Any]
+    render: Callable[[Console, dict[str, Any]], None]
+    exit_code: int = 0
 
 
-def make_parser(commands: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of the command line with the arguments of these commands, or of all."""
-    codes = "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
-    parser = _Parser(
-        prog="rollout-skip",
-        description="Look at recorded rollouts, check them and look after them.",
-        epilog=f"{_EXAMPLES}\nexit codes:\n{codes}",
-        formatter_class=_formatter,
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for command in COMMANDS:
-        one = subparsers.add_parser(command.name, help=command.help, formatter_class=_formatter, allow_abbrev=False)
-        if commands is None or command.name in commands:
-            module = command.load()
-            module.add_arguments(one)
-            one.add_argument("--json", action="store_true", help="print JSON, for scripts")
-            one.set_defaults(module=module)
-    return parser
+class Formatter(click.HelpFormatter):
+    """Help with bold headings and colored names, which Click leaves out where there is no terminal."""
+
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        super().write_usage(prog, args, click.style("Usage: ", bold=True) if prefix is None else prefix)
+
+    def write_heading(self, heading: str) -> None:
+        self.write(f"{'':>{self.current_indent}}{click.style(f'{heading}:', bold=True)}\n")
+
+    def write_dl(self, rows: Any, *args: Any, **options: Any) -> None:
+        super().write_dl([(click.style(name, fg="cyan"), text) for name, text in rows], *args, **options)
+
+    def write_lines(self, heading: str, text: str) -> None:
+        """A section whose lines stay as they are."""
+        with self.section(heading):
+            self.write("".join(f"{'':>{self.current_indent}}{line}\n" for line in text.splitlines()))
 
 
-def describe(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        place = error.filename2 or error.filename
-        text = f"{error.strerror}: {place}" if place else error.strerror
-    else:
-        text = str(error)
-    return _one_line(text) or type(error).__name__
+class Context(click.Context):
+    formatter_class = Formatter
 
 
-def _one_line(text: str) -> str:
-    """Nothing in it commands a terminal: errors quote names and files of others."""
-    from verl_rollout_skip.cli.text import clean
+class Argument(click.Argument):
+    """An argument with help; Click itself has that from 8.5 on."""
 
-    return clean(" ".join(text.split()))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line, as it is with every other error."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"rollout-skip: error: {_one_line(message)}; see {self.prog} --help\n")
+    def __init__(self, *args: Any, help: str, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.help = help
 
 
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, width=_WIDTH, max_help_position=26)
+class Command(click.Command):
+    """A command whose function returns a ``Result``. That is printed, and its exit code is what ``invoke`` returns."""
+
+    context_class = Context
+
+    def __init__(self, *args: Any, examples: str, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.examples = examples
+        self.params.append(click.Option(["--json"], is_flag=True, help="print JSON, for scripts"))
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        assert isinstance(formatter, Formatter)
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        with formatter.section("Arguments"):
+            formatter.write_dl([(one.metavar, one.help) for one in self.params if isinstance(one, Argument)])
+        self.format_options(ctx, formatter)
+        formatter.write_lines("Examples", self.examples)
+
+    def invoke(self, ctx: click.Context) -> int:
+        ctx.meta[_JSON] = ctx.params.pop("json")
+        result: Result = super().invoke(ctx)
+        _print(result)
+        return result.exit_code
 
 
-def _show(parsed: argparse.Namespace, result: Result) -> None:
-    """Print what a command found. A reader that stops early has seen enough, and the exit code stays the same."""
+def wants_json() -> bool:
+    """Whether the command that runs was given ``--json``."""
+    return bool(click.get_current_context().meta[_JSON])
+
+
+def path_argument(name: str = "path", help: str = PATH_HELP) -> Callable[[Any], Any]:
+    return click.argument(name, cls=Argument, type=PATH, metavar=name.upper(), help=help)
+
+
+def steps_option() -> Callable[[Any], Any]:
+    return click.option("--steps", metavar="STEPS", help="only these training steps, e.g. 5 or 1,3-10")
+
+
+def tokenizer_option(default: str = "the recorded one, or the model's") -> Callable[[Any], Any]:
+    return click.option("--tokenizer", metavar="DIR", type=PATH, help=f"a tokenizer folder (default: {default})")
+
+
+def number_option(name: str, help: str, default: int | None = None) -> Callable[[Any], Any]:
+    return click.option(name, type=int, metavar="N", default=default, help=help)
+
+
+def _print(result: Result) -> None:
+    """A reader that stops early has seen enough, and the exit code stays the same."""
     from verl_rollout_skip.cli.text import make_console
 
     try:
-        if parsed.json:
+        if wants_json():
             # Infinities and NaN become words: every JSON reader takes those.
             data = json.loads(json.dumps(result.data, default=_plain), parse_constant=str)
             print(json.dumps(data, indent=2, ensure_ascii=False))
         else:
-            parsed.module.render(make_console(), result.data)
+            result.render(make_console(), result.data)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it exits

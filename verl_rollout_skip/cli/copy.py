@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.arguments import PATH_HELP, add_path, add_steps, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import Command, Result, number_option, path_argument, steps_option
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import line, progress, table
 from verl_rollout_skip.entries import Entries
@@ -26,37 +25,37 @@ if TYPE_CHECKING:
 _BAD = (Outcome.CONFLICT, Outcome.DAMAGED)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Copy a dump_dir, a run or a variant to another folder or object store, or from one: entries, manifests, "
-        "recordings, tokenizers and pins. DST then holds what SRC holds, at the same places below it. Each entry is "
-        "checked by its digest and appears whole or not at all. Run the same command again to go on after an "
-        "interruption, or to copy what was recorded since. Nothing is overwritten: another rollout under the same "
-        "key is kept and reported. The exit code is 1 if entries or manifests are damaged or in conflict; the others "
-        "are copied.",
-        "  rollout-skip copy /data/dumps/RUN /backup/RUN\n"
-        "  rollout-skip copy /data/dumps s3://bucket/dumps --read-back\n"
-        "  rollout-skip copy /data/dumps/RUN/VARIANT /data/first --steps 1",
-    )
-    add_path(parser, "src", PATH_HELP)
-    add_path(parser, "dst", "where to: a folder or a URL; made if it is not there")
-    add_steps(parser)
-    parser.add_argument("--read-back", action="store_true", help="read each entry again at DST and check its digest")
-    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="entries at a time (default: 4)")
+@click.command(
+    cls=Command,
+    examples="rollout-skip copy /data/dumps/RUN /backup/RUN\n"
+    "rollout-skip copy /data/dumps s3://bucket/dumps --read-back\n"
+    "rollout-skip copy /data/dumps/RUN/VARIANT /data/first --steps 1",
+)
+@path_argument("src")
+@path_argument("dst", "where to: a folder or a URL; made if it is not there")
+@steps_option()
+@click.option("--read-back", is_flag=True, help="read each entry again at DST and check its digest")
+@number_option("--jobs", "entries at a time (default: 4)", 4)
+def command(src: str, dst: str, steps: str | None, read_back: bool, jobs: int) -> Result:
+    """Copy a dump_dir, a run or a variant to another folder or object store, or from one: entries, manifests,
+    recordings, tokenizers and pins.
 
+    DST then holds what SRC holds, at the same places below it. Each entry is checked by its digest and appears whole or
+    not at all. Run the same command again to go on after an interruption, or to copy what was recorded since. Nothing
+    is overwritten: another rollout under the same key is kept and reported.
 
-def run(parsed: argparse.Namespace) -> Result:
-    place = find_place(parsed.src, parsed.steps)
+    The exit code is 1 if entries or manifests are damaged or in conflict; the others are copied.
+    """
+    place = find_place(src, steps)
     place.check_chosen()
-    if parsed.jobs < 1:
-        raise ConfigError(f"--jobs is {parsed.jobs}; give 1 or more.")
-    work = [(variant, target, place.keys(variant)) for variant, target in _destinations(place, parsed.dst)]
-    _check_space(parsed.dst, work)
-    with progress(parsed.json) as bar:
-        variants = [_copy(bar, parsed, *item) for item in work]
+    if jobs < 1:
+        raise ConfigError(f"--jobs is {jobs}; give 1 or more.")
+    work = [(variant, target, place.keys(variant)) for variant, target in _destinations(place, dst)]
+    _check_space(dst, work)
+    with progress() as bar:
+        variants = [_copy(bar, jobs, read_back, *item) for item in work]
     failed = any(variant["problems"] for variant in variants)
-    return Result({"source": parsed.src, "destination": parsed.dst, "variants": variants}, 1 if failed else 0)
+    return Result({"source": src, "destination": dst, "variants": variants}, render, 1 if failed else 0)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:
@@ -79,7 +78,7 @@ def render(console: Console, data: dict[str, Any]) -> None:
 
 
 def _copy(
-    bar: Progress, parsed: argparse.Namespace, variant: Variant, target: str, keys: list[RolloutKey]
+    bar: Progress, jobs: int, read_back: bool, variant: Variant, target: str, keys: list[RolloutKey]
 ) -> dict[str, Any]:
     task = bar.add_task(variant.name, total=len(keys))
     storage = open_storage(target)
@@ -92,8 +91,8 @@ def _copy(
         variant.storage,
         storage,
         keys,
-        jobs=parsed.jobs,
-        read_back=parsed.read_back,
+        jobs=jobs,
+        read_back=read_back,
         done=lambda entry: bar.advance(task),
     )
     return _plain(variant, target, copied)

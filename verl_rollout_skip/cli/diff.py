@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from typing import Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.arguments import PATH_HELP, add_path, add_steps, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import Command, Result, path_argument, steps_option, tokenizer_option
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import NOTHING, counted, line, number, progress, table
 from verl_rollout_skip.comparison import EntryDifference, FirstDifference, compare_entries, compare_settings
@@ -23,37 +22,38 @@ _EXPLAINED = 5
 _TITLES = {"rollout": "settings", "training": "training", "layout": "layout", "versions": "versions"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Compare two recordings: runs, variants or single steps. First what their manifests say about how they were "
-        "made, then the rollouts: which prompts and responses differ, the first differing token, and how scores and "
-        "lengths shift. Rows are paired by the tokens of their prompts. The exit code is 0 if the settings, the "
-        "training and the rollouts are the same, whatever the layout and the versions, and 1 if not.",
-        "  rollout-skip diff /data/dumps/RUN/VARIANT /data/dumps/RUN/OTHER\n"
-        "  rollout-skip diff dumps/RUN/VARIANT/step_000001 dumps/RUN/VARIANT/step_000002\n"
-        "  rollout-skip diff /data/dumps/RUN/VARIANT /data/dumps/RUN/OTHER --steps 1",
-    )
-    add_path(parser, "a", PATH_HELP)
-    add_path(parser, "b", "the same of the other one")
-    add_steps(parser)
-    parser.add_argument("--tokenizer", metavar="DIR", help="a tokenizer folder (default: the recorded ones)")
+@click.command(
+    cls=Command,
+    examples="rollout-skip diff /data/dumps/RUN/VARIANT /data/dumps/RUN/OTHER\n"
+    "rollout-skip diff dumps/RUN/VARIANT/step_000001 dumps/RUN/VARIANT/step_000002\n"
+    "rollout-skip diff /data/dumps/RUN/VARIANT /data/dumps/RUN/OTHER --steps 1",
+)
+@path_argument("a")
+@path_argument("b", "the same of the other one")
+@steps_option()
+@tokenizer_option(default="the recorded ones")
+def command(a: str, b: str, steps: str | None, tokenizer: str | None) -> Result:
+    """Compare two recordings: runs, variants or single steps.
 
+    First what their manifests say about how they were made, then the rollouts: which prompts and responses differ, the
+    first differing token, and how scores and lengths shift. Rows are paired by the tokens of their prompts.
 
-def run(parsed: argparse.Namespace) -> Result:
-    a, b = find_place(parsed.a, parsed.steps), find_place(parsed.b, parsed.steps)
-    pairs, only_a, only_b = _pair_variants(a, b)
-    compared = [_compare(a, b, *pair, parsed) for pair in pairs]
+    The exit code is 0 if the settings, the training and the rollouts are the same, whatever the layout and the
+    versions, and 1 if not.
+    """
+    place_a, place_b = find_place(a, steps), find_place(b, steps)
+    pairs, only_a, only_b = _pair_variants(place_a, place_b)
+    compared = [_compare(place_a, place_b, *pair, tokenizer) for pair in pairs]
     same = not (only_a or only_b) and all(pair["same"] for pair in compared)
     data = {
-        "a": a.path,
-        "b": b.path,
+        "a": place_a.path,
+        "b": place_b.path,
         "same": same,
         "only_in_a": [variant.path for variant in only_a],
         "only_in_b": [variant.path for variant in only_b],
         "pairs": compared,
     }
-    return Result(data, 0 if same else 1)
+    return Result(data, render, 0 if same else 1)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:
@@ -84,14 +84,14 @@ def _pair_variants(a: Place, b: Place) -> tuple[list[tuple[Variant, Variant]], l
     return [(by_name[0][name], by_name[1][name]) for name in both], only[0], only[1]
 
 
-def _compare(a: Place, b: Place, one: Variant, two: Variant, parsed: argparse.Namespace) -> dict[str, Any]:
+def _compare(a: Place, b: Place, one: Variant, two: Variant, tokenizer: str | None) -> dict[str, Any]:
     settings = None
     if one.manifest is not None and two.manifest is not None:
         settings = compare_settings(one.manifest, two.manifest)
     pairs, only_a, only_b = _pair_keys(a, b, one, two)
-    decoders = _Decoders(one, two, parsed.tokenizer)
+    decoders = _Decoders(one, two, tokenizer)
     steps = []
-    with progress(parsed.json) as bar:
+    with progress() as bar:
         for key_a, key_b in bar.track(pairs, description=one.name):
             found = compare_entries(one.entries.columns(key_a), two.entries.columns(key_b))
             steps.append(_step(key_a, key_b, found, decoders))

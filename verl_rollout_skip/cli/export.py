@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.arguments import add_path, add_steps, add_tokenizer, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import PATH, Command, Result, path_argument, steps_option, tokenizer_option
 from verl_rollout_skip.cli.folders import Variant, find_place
 from verl_rollout_skip.cli.text import counted, line, progress
 from verl_rollout_skip.decoding import need_decoder
@@ -21,36 +20,41 @@ from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.trajectories import Trajectory, read_trajectories
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Write recorded rollouts as text. jsonl: a folder with one file a step and the keys of verl's "
-        "trainer.rollout_data_dir (input, output, gts, score, step and what the reward function returned besides); "
-        "verl's rollout_viewer reads it. parquet: one file with all steps, text and tokens. dataset: a folder for "
-        "datasets.load_from_disk. Special tokens are left out of the text, as verl does. The digest of each entry is "
-        "checked; a file appears when it is complete.",
-        "  rollout-skip export /data/dumps/RUN/VARIANT -o texts --format jsonl\n"
-        "  rollout-skip export /data/dumps/RUN/VARIANT -o first --steps 1\n"
-        "  rollout-skip export /data/dumps/RUN/VARIANT -o a.parquet --format parquet\n"
-        "  rollout-skip export /data/dumps/RUN/VARIANT -o dataset --format dataset",
-    )
-    add_path(parser)
-    parser.add_argument("-o", "--out", metavar="OUT", required=True, help="a local folder, or a file with parquet")
-    parser.add_argument(
-        "--format", choices=[form.value for form in Format], default=Format.JSONL.value, help="%(choices)s"
-    )
-    add_steps(parser)
-    add_tokenizer(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+@click.command(
+    cls=Command,
+    examples="rollout-skip export /data/dumps/RUN/VARIANT -o texts --format jsonl\n"
+    "rollout-skip export /data/dumps/RUN/VARIANT -o first --steps 1\n"
+    "rollout-skip export /data/dumps/RUN/VARIANT -o a.parquet --format parquet\n"
+    "rollout-skip export /data/dumps/RUN/VARIANT -o dataset --format dataset",
+)
+@path_argument()
+@click.option("-o", "--out", metavar="OUT", type=PATH, required=True, help="a local folder, or a file with parquet")
+@click.option(
+    "--format",
+    type=click.Choice([form.value for form in Format]),
+    default=Format.JSONL.value,
+    metavar="FORMAT",
+    help="jsonl (default), parquet or dataset",
+)
+@steps_option()
+@tokenizer_option()
+@click.option("--overwrite", is_flag=True, help="replace what is there")
+def command(path: str, out: str, format: str, steps: str | None, tokenizer: str | None, overwrite: bool) -> Result:
+    """Write recorded rollouts as text.
 
+    jsonl: a folder with one file per step and the keys of verl's trainer.rollout_data_dir (input, output, gts, score,
+    step and what the reward function returned besides); verl's rollout_viewer reads it. parquet: one file with all
+    steps, text and tokens. dataset: a folder for datasets.load_from_disk.
 
-def run(parsed: argparse.Namespace) -> Result:
-    place = find_place(parsed.path, parsed.steps)
+    Special tokens are left out of the text, as verl does. The digest of each entry is checked; a file appears when it
+    is complete.
+    """
+    place = find_place(path, steps)
     variant = place.only_variant()
     keys = place.chosen_keys(variant)
-    form, out = Format(parsed.format), Path(parsed.out).expanduser()
-    _check_out(parsed.out, out, variant, form)
-    decoder = need_decoder(variant.path, variant.manifest, parsed.tokenizer)
+    form, target = Format(format), Path(out).expanduser()
+    _check_out(out, target, variant, form)
+    decoder = need_decoder(variant.path, variant.manifest, tokenizer)
     store, rows = variant.store, 0
 
     def rollouts(bar: Any) -> Iterator[tuple[RolloutKey, Iterator[Trajectory]]]:
@@ -60,10 +64,10 @@ def run(parsed: argparse.Namespace) -> Result:
             rows += entry.record.rows
             yield key, read_trajectories(entry)
 
-    with progress(parsed.json) as bar:
-        made = export(rollouts(bar), decoder, form, out, parsed.overwrite)
-    data = {"path": variant.path, "format": parsed.format, "tokenizer": decoder.source, "entries": len(keys)}
-    return Result({**data, "rows": rows, "files": [str(path) for path in made]})
+    with progress() as bar:
+        made = export(rollouts(bar), decoder, form, target, overwrite)
+    data = {"path": variant.path, "format": format, "tokenizer": decoder.source, "entries": len(keys)}
+    return Result({**data, "rows": rows, "files": [str(path) for path in made]}, render)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.arguments import describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import PATH, Command, Result, number_option, path_argument
 from verl_rollout_skip.cli.text import counted, line, table
 from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.upstream.layouts import Layout, find_dumps
@@ -28,52 +27,52 @@ _NO_INPUT = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Import dumps of verl's own rollout skip (0.6 to 0.9). They are pickles, which can hold code. This command "
-        "reads them with a reader of its own that runs nothing: it knows tensors, arrays and plain containers, and "
-        "refuses a file that asks for anything else. It still wants --trust-pickle, so that you think about where they "
-        "come from. Dumps do not say what they were made with. With --config, the resolved configuration of the "
-        "training that made them, they become a variant below DST (a dump_dir) that a training with the same settings "
-        "finds; you vouch that it is the right one. Without it DST becomes a variant whose settings are not known: it "
-        "is used only as rollout_skip.source with on_mismatch=reuse, and then counts as informational. Only verl 0.8 "
-        "dumps the input of a rollout step too; entries without it can be looked at, compared and exported, but no "
-        "training loads them. The exit code is 1 if dumps are damaged or cannot be stored; the others are imported.",
-        "  rollout-skip import /data/verl_dumps /data/imported --trust-pickle\n"
-        "  rollout-skip import verl_dumps dumps --config config.yaml --trust-pickle",
-    )
-    parser.add_argument(
-        "path", metavar="PATH", help="skip_dump_dir or dump_dir of verl, or a single dump; a local path"
-    )
-    parser.add_argument("dst", metavar="DST", help="where to: a folder or a URL")
-    parser.add_argument("--trust-pickle", action="store_true", help="read pickles; needed")
-    parser.add_argument("--config", metavar="FILE", help="the training's resolved configuration (hydra's config.yaml)")
-    parser.add_argument(
-        "--step", type=int, default=1, metavar="N", help="the step of a dump that has none (default: 1)"
-    )
+@click.command(
+    cls=Command,
+    examples="rollout-skip import /data/verl_dumps /data/imported --trust-pickle\n"
+    "rollout-skip import verl_dumps dumps --config config.yaml --trust-pickle",
+)
+@path_argument(help="skip_dump_dir or dump_dir of verl, or a single dump; a local path")
+@path_argument("dst", "where to: a folder or a URL")
+@click.option("--trust-pickle", is_flag=True, help="read pickles; needed")
+@click.option("--config", metavar="FILE", type=PATH, help="the training's resolved configuration (hydra's config.yaml)")
+@number_option("--step", "the step of a dump that has none (default: 1)", 1)
+def command(path: str, dst: str, trust_pickle: bool, config: str | None, step: int) -> Result:
+    """Import dumps of verl's own rollout skip (0.6 to 0.9).
 
+    They are pickles, which can hold code: give --trust-pickle if you know where they come from. This command reads them
+    with a reader of its own that runs nothing: it knows tensors, arrays and plain containers, and refuses a file that
+    asks for anything else.
 
-def run(parsed: argparse.Namespace) -> Result:
-    if not parsed.trust_pickle:
+    Dumps do not say what they were made with. With --config, the resolved configuration of the training that made them,
+    they become a variant below DST (a dump_dir) that a training with the same settings finds; you vouch that it is the
+    right one. Without it DST becomes a variant whose settings are not known: it is used only as rollout_skip.source
+    with on_mismatch=reuse, and then counts as informational.
+
+    Only verl 0.8 dumps the input of a rollout step too; entries without it can be looked at, compared and exported, but
+    no training loads them.
+
+    The exit code is 1 if dumps are damaged or cannot be stored; the others are imported.
+    """
+    if not trust_pickle:
         raise ConfigError(
-            f"{parsed.path} is read as pickles, which can hold code. Nothing of it will be run, but say --trust-pickle "
+            f"{path} is read as pickles, which can hold code. Nothing of it will be run, but say --trust-pickle "
             "if you know where it comes from."
         )
-    path = Path(parsed.path).expanduser()
-    dumps, incomplete = find_dumps(path, parsed.step)
+    source = Path(path).expanduser()
+    dumps, incomplete = find_dumps(source, step)
     # Imported late: torch takes seconds, and a wrong path should not.
     from verl_rollout_skip.upstream.importing import Destination, import_dumps, read_config
 
-    config = None if parsed.config is None else read_config(Path(parsed.config).expanduser())
+    settings = None if config is None else read_config(Path(config).expanduser())
     layout = dumps[0].layout if dumps else Layout.STEPS
-    destination = Destination(parsed.dst, path, layout, config)
+    destination = Destination(dst, source, layout, settings)
     done = import_dumps(dumps, destination)
     data = {
-        "path": str(path),
+        "path": str(source),
         "destination": destination.folder,
         "layout": layout.value,
-        "settings_known": config is not None,
+        "settings_known": settings is not None,
         "entries": [
             {
                 "step": entry.key.step,
@@ -87,7 +86,7 @@ def run(parsed: argparse.Namespace) -> Result:
         "skipped": [{"path": where, "reason": reason} for where, reason in done.skipped] + _split(incomplete),
         "problems": [{"path": where, "error": error} for where, error in done.problems],
     }
-    return Result(data, 1 if done.problems else 0)
+    return Result(data, render, 1 if done.problems else 0)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
+import click
 from rich.console import Console
 
 from verl_rollout_skip.analysis import whole_mean
-from verl_rollout_skip.cli.arguments import add_path, add_steps, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import Command, Result, path_argument, steps_option
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import NOTHING, line, moment, number, seconds, table
 from verl_rollout_skip.entries import Unreadable, describe_steps
@@ -20,20 +19,17 @@ from verl_rollout_skip.store.entry import EntryRecord
 _ROUGHLY = 10
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "List runs, their variants and what differs between them, and the steps of a single variant.",
-        "  rollout-skip ls /data/dumps\n"
-        "  rollout-skip ls /data/dumps/RUN/VARIANT --steps 1-10\n"
-        "  rollout-skip ls /data/dumps --json",
-    )
-    add_path(parser)
-    add_steps(parser)
-
-
-def run(parsed: argparse.Namespace) -> Result:
-    place = find_place(parsed.path, parsed.steps)
+@click.command(
+    cls=Command,
+    examples="rollout-skip ls /data/dumps\n"
+    "rollout-skip ls /data/dumps/RUN/VARIANT --steps 1-10\n"
+    "rollout-skip ls /data/dumps --json",
+)
+@path_argument()
+@steps_option()
+def command(path: str, steps: str | None) -> Result:
+    """List runs, their variants and what differs between them, and the steps of a single variant."""
+    place = find_place(path, steps)
     place.check_chosen()
     runs: dict[str, dict[str, Any]] = {}
     first: dict[str, Variant] = {}
@@ -42,7 +38,7 @@ def run(parsed: argparse.Namespace) -> Result:
         one["variants"].append(_variant(place, variant, first.get(variant.run_path)))
         if variant.manifest is not None:
             first.setdefault(variant.run_path, variant)
-    return Result({"runs": list(runs.values())})
+    return Result({"runs": list(runs.values())}, render)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:

@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.arguments import add_path, add_steps, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import Command, Result, path_argument, steps_option
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import NOTHING, line, moment, table
 from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.pins import Pin, add_pin
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Pin recorded steps, or a whole variant with what is recorded in it later: prune then leaves them alone. A pin "
-        "is a small file under pins/ in the variant; unpin takes it away, pins lists them.",
-        "  rollout-skip pin /data/dumps/RUN/VARIANT --steps 1-2 --note 'good baseline'\n"
-        "  rollout-skip pin /data/dumps/RUN/VARIANT/step_000002\n"
-        "  rollout-skip pin /data/dumps/RUN/VARIANT --variant",
-    )
-    add_path(parser)
-    add_steps(parser)
-    parser.add_argument("--variant", action="store_true", help="the whole variant")
-    parser.add_argument("--note", metavar="TEXT", help="why, for those who come later")
+@click.command(
+    cls=Command,
+    examples="rollout-skip pin /data/dumps/RUN/VARIANT --steps 1-2 --note 'good baseline'\n"
+    "rollout-skip pin /data/dumps/RUN/VARIANT/step_000002\n"
+    "rollout-skip pin /data/dumps/RUN/VARIANT --variant",
+)
+@path_argument()
+@steps_option()
+@click.option("--variant", "whole", is_flag=True, help="the whole variant")
+@click.option("--note", metavar="TEXT", help="why, for those who come later")
+def command(path: str, steps: str | None, whole: bool, note: str | None) -> Result:
+    """Pin recorded steps, or a whole variant with what is recorded in it later: prune then leaves them alone.
 
-
-def run(parsed: argparse.Namespace) -> Result:
-    place = find_place(parsed.path, parsed.steps)
-    check_choice(place, parsed.variant)
+    A pin is a small file under pins/ in the variant; unpin takes it away, pins lists them.
+    """
+    place = find_place(path, steps)
+    check_choice(place, whole)
     chosen: list[tuple[Variant, int | None]]
-    if parsed.variant:
+    if whole:
         chosen = [(variant, None) for variant in place.variants]
     else:
         variant = place.only_variant()
         chosen = [(variant, step) for step in sorted({key.step for key in place.chosen_keys(variant)})]
-    made = [plain(variant, add_pin(variant.storage, step, parsed.note)) for variant, step in chosen]
-    return Result({"pinned": made})
+    made = [plain(variant, add_pin(variant.storage, step, note)) for variant, step in chosen]
+    return Result({"pinned": made}, render)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.arguments import add_path, add_steps, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import Command, Result, number_option, path_argument, steps_option
 from verl_rollout_skip.cli.folders import Place, find_place
 from verl_rollout_skip.cli.text import counted, line, moment, progress, table
 from verl_rollout_skip.errors import ConfigError
@@ -32,60 +31,75 @@ _IN_USE_S = 600.0
 _LEFTOVER_AGE = "1d"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Remove recorded steps. Without --yes it only shows what would go and how much that frees. A step goes if "
-        "every condition that is given allows it, and it goes with all its generation batches. Pinned steps stay.",
-        "  rollout-skip prune /data/dumps/RUN/VARIANT --keep-last 5\n"
-        "  rollout-skip prune /data/dumps --older-than 30d --keep-last 1 --yes\n"
-        "  rollout-skip prune /data/dumps --max-size 500GB\n"
-        "  rollout-skip prune /data/dumps/RUN --variants --older-than 90d\n"
-        "  rollout-skip prune /data/dumps --leftovers --set-aside --yes",
-    )
-    add_path(parser)
-    add_steps(parser)
-    parser.add_argument("--older-than", metavar="AGE", help="steps recorded longer ago than this, e.g. 30d or 12h")
-    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the last N steps of each variant")
-    parser.add_argument(
-        "--max-size", metavar="SIZE", help="the oldest steps, until all entries together fit, e.g. 500GB"
-    )
-    parser.add_argument(
-        "--variants",
-        action="store_true",
-        help="whole variants instead of steps, with manifest and tokenizer; the conditions then count variants",
-    )
-    parser.add_argument(
-        "--leftovers",
-        action="store_true",
-        help="what crashed writers left: if their process on this machine is gone, or after a day",
-    )
-    parser.add_argument("--set-aside", action="store_true", help="entries that were set aside as *.corrupt")
-    parser.add_argument("--yes", action="store_true", help="do it")
+@click.command(
+    cls=Command,
+    examples="rollout-skip prune /data/dumps/RUN/VARIANT --keep-last 5\n"
+    "rollout-skip prune /data/dumps --older-than 30d --keep-last 1 --yes\n"
+    "rollout-skip prune /data/dumps --max-size 500GB\n"
+    "rollout-skip prune /data/dumps/RUN --variants --older-than 90d\n"
+    "rollout-skip prune /data/dumps --leftovers --set-aside --yes",
+)
+@path_argument()
+@steps_option()
+@click.option("--older-than", metavar="AGE", help="steps recorded longer ago than this, e.g. 30d or 12h")
+@number_option("--keep-last", "keep the last N steps of each variant")
+@click.option("--max-size", metavar="SIZE", help="the oldest steps, until all entries together fit, e.g. 500GB")
+@click.option(
+    "--variants",
+    is_flag=True,
+    help="whole variants instead of steps, with manifest and tokenizer; the conditions then count variants",
+)
+@click.option(
+    "--leftovers",
+    is_flag=True,
+    help="what crashed writers left: if their process on this machine is gone, or after a day",
+)
+@click.option("--set-aside", is_flag=True, help="entries that were set aside as *.corrupt")
+@click.option("--yes", is_flag=True, help="do it")
+def command(
+    path: str,
+    steps: str | None,
+    older_than: str | None,
+    keep_last: int | None,
+    max_size: str | None,
+    variants: bool,
+    leftovers: bool,
+    set_aside: bool,
+    yes: bool,
+) -> Result:
+    """Remove recorded steps. Without --yes it only shows what would go and how much that frees.
 
-
-def run(parsed: argparse.Namespace) -> Result:
-    place = find_place(parsed.path, parsed.steps)
-    conditions = _conditions(parsed, place)
+    A step goes if every condition that is given allows it, and it goes with all its generation batches. Pinned steps
+    stay.
+    """
+    place = find_place(path, steps)
+    conditions = None
+    if place.is_part or variants or (older_than, keep_last, max_size) != (None, None, None):
+        conditions = _conditions(place, older_than, keep_last, max_size, variants)
+    elif not (leftovers or set_aside):
+        raise ConfigError(
+            "Say what may go: --steps, --older-than, --keep-last, --max-size, --variants, --leftovers or --set-aside. "
+            "Nothing is removed without --yes."
+        )
     place.check_chosen()
     plans = [look_at(variant.path, variant.run_path, variant.storage) for variant in place.variants]
     if conditions is not None:
         choose_steps(plans, conditions)
     for plan in plans:
-        if parsed.leftovers:
+        if leftovers:
             plan.files += find_leftovers(plan.storage, parse_age(_LEFTOVER_AGE))
-        if parsed.set_aside:
+        if set_aside:
             plan.files += find_set_aside(plan.storage)
     total = sum(step.bytes for plan in plans for step in plan.held)
-    stayed = _carry_out(plans, parsed.json) if parsed.yes else {}
+    stayed = _carry_out(plans) if yes else {}
     data = {
-        "dry_run": not parsed.yes,
+        "dry_run": not yes,
         "total_bytes": total,
         "freed_bytes": sum(plan.bytes for plan in plans) - sum(s.bytes for one in stayed.values() for s in one.steps),
         "above_max_size": _above(plans, conditions),
         "variants": [_plain(plan, stayed.get(plan.path, Stayed())) for plan in plans],
     }
-    return Result(data)
+    return Result(data, render)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:
@@ -112,33 +126,26 @@ def render(console: Console, data: dict[str, Any]) -> None:
         line(console, "Nothing was removed. Add --yes to do it.")
 
 
-def _conditions(parsed: argparse.Namespace, place: Place) -> Conditions | None:
-    """What was asked for; None if only leftovers and what was set aside are to go."""
-    asked = (parsed.older_than, parsed.keep_last, parsed.max_size)
-    if not (place.is_part or parsed.variants or any(value is not None for value in asked)):
-        if parsed.leftovers or parsed.set_aside:
-            return None
-        raise ConfigError(
-            "Say what may go: --steps, --older-than, --keep-last, --max-size, --variants, --leftovers or --set-aside. "
-            "Nothing is removed without --yes."
-        )
+def _conditions(
+    place: Place, older_than: str | None, keep_last: int | None, max_size: str | None, variants: bool
+) -> Conditions:
     if place.gen_batch is not None:
         raise ConfigError(f"{place.path} is one generation batch; a step goes as a whole: give the path of the step.")
-    if parsed.variants and place.is_part:
+    if variants and place.is_part:
         raise ConfigError("--variants removes variants with all their steps: leave the steps out.")
-    if parsed.keep_last is not None and parsed.keep_last < 0:
-        raise ConfigError(f"--keep-last is {parsed.keep_last}; give 0 or more.")
+    if keep_last is not None and keep_last < 0:
+        raise ConfigError(f"--keep-last is {keep_last}; give 0 or more.")
     return Conditions(
         steps=place.steps,
-        older_than_s=None if parsed.older_than is None else parse_age(parsed.older_than),
-        keep_last=parsed.keep_last,
-        max_size=None if parsed.max_size is None else parse_size(parsed.max_size, "--max-size"),
-        whole_variants=parsed.variants,
+        older_than_s=None if older_than is None else parse_age(older_than),
+        keep_last=keep_last,
+        max_size=None if max_size is None else parse_size(max_size, "--max-size"),
+        whole_variants=variants,
     )
 
 
-def _carry_out(plans: list[VariantPlan], quiet: bool) -> dict[str, Stayed]:
-    with progress(quiet) as bar:
+def _carry_out(plans: list[VariantPlan]) -> dict[str, Stayed]:
+    with progress() as bar:
         task = bar.add_task("removing", total=sum(len(plan.steps) for plan in plans))
         return {plan.path: carry_out(plan, lambda: bar.advance(task)) for plan in plans}
 

@@ -2,63 +2,83 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.arguments import add_path, add_steps, add_tokenizer, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import (
+    PATH,
+    Command,
+    Result,
+    number_option,
+    path_argument,
+    steps_option,
+    tokenizer_option,
+)
 from verl_rollout_skip.cli.folders import find_place
 from verl_rollout_skip.cli.text import line, progress
 from verl_rollout_skip.sizes import format_size
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Write one HTML file with trends over the steps, a table, and groups of\n"
-        "responses with their best and worst, token by token. The file loads nothing and\n"
-        "can be passed on. Long recordings are sampled; the page says what it left out.\n"
-        "The exit code is 1 if a rollout step cannot be read; the page then shows which\n"
-        "and why.",
-        "  rollout-skip report /data/dumps/RUN/VARIANT -o report.html\n"
-        "  rollout-skip report /data/dumps/RUN/VARIANT --groups 64 --responses 8",
-    )
-    add_path(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
-    add_steps(parser)
-    add_sampling(parser, groups="what fits")
-    add_tokenizer(parser)
-
-
-def add_sampling(parser: argparse.ArgumentParser, groups: str) -> None:
+def sampling_options(groups: str) -> Callable[[Any], Any]:
     """How much is shown: the same for the report and the live view."""
-    parser.add_argument("--groups", type=int, metavar="N", help=f"groups of a step to show (default: {groups})")
-    parser.add_argument("--responses", type=int, default=2, metavar="N", help="responses of a group (default: 2)")
-    parser.add_argument("--tokens", type=int, default=2000, metavar="N", help="tokens of a text (default: 2000)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the groups (default: 0)")
+    options = (
+        number_option("--groups", f"groups of a step to show (default: {groups})"),
+        number_option("--responses", "responses of a group (default: 2)", 2),
+        number_option("--tokens", "tokens of a text (default: 2000)", 2000),
+        number_option("--seed", "chooses the groups (default: 0)", 0),
+    )
+    return lambda function: reduce(lambda inner, option: option(inner), reversed(options), function)
 
 
-def run(parsed: argparse.Namespace) -> Result:
+@click.command(
+    cls=Command,
+    examples="rollout-skip report /data/dumps/RUN/VARIANT -o report.html\n"
+    "rollout-skip report /data/dumps/RUN/VARIANT --groups 64 --responses 8",
+)
+@path_argument()
+@click.option("-o", "--output", metavar="FILE", type=PATH, default="report.html", help="default: report.html")
+@steps_option()
+@sampling_options(groups="what fits")
+@tokenizer_option()
+def command(
+    path: str,
+    output: str,
+    steps: str | None,
+    groups: int | None,
+    responses: int,
+    tokens: int,
+    seed: int,
+    tokenizer: str | None,
+) -> Result:
+    """Write one HTML file with trends over the steps, a table, and groups of responses with their best and worst, token
+    by token.
+
+    The file loads nothing and can be passed on. Long recordings are sampled; the page says what it left out.
+
+    The exit code is 1 if a rollout step cannot be read; the page then shows which and why.
+    """
     from verl_rollout_skip.report import Sampling, build_report, write_report
 
-    sampling = Sampling(parsed.seed, parsed.groups, parsed.responses, parsed.tokens)
-    place = find_place(parsed.path, parsed.steps)
+    sampling = Sampling(seed, groups, responses, tokens)
+    place = find_place(path, steps)
     variant = place.only_variant()
     keys = place.chosen_keys(variant)
-    with progress(parsed.json) as bar:
+    with progress() as bar:
         report = build_report(
             variant.path,
             sampling=sampling,
             keys=keys,
-            tokenizer=parsed.tokenizer,
+            tokenizer=tokenizer,
             progress=lambda found: bar.track(found, description=variant.name),
         )
-    size = write_report(report, parsed.output)
+    size = write_report(report, output)
     broken = [{"step": key.step, "gen_batch": key.gen_batch, "error": error} for key, error in report.broken]
     data = {
-        "output": parsed.output,
+        "output": output,
         "bytes": size,
         "entries": len(report.entries),
         **vars(report.counted),
@@ -67,7 +87,7 @@ def run(parsed: argparse.Namespace) -> Result:
         "problems": report.head["problems"],
         "broken": broken,
     }
-    return Result(data, 1 if broken else 0)
+    return Result(data, render, 1 if broken else 0)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import Argument, Command, Result, path_argument
 from verl_rollout_skip.cli.text import line
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Go on with a recorded training: recorded steps are loaded, the following ones\n"
-        "are generated and recorded into the same run. If the configuration says that\n"
-        "training resumes from a checkpoint and there is one, it starts there. Needs\n"
-        "verl, and what the training needs, in this environment."
-    )
-    parser.epilog = (
-        "examples:\n"
-        "  rollout-skip resume /data/dumps/RUN/VARIANT/manifest.json\n"
-        "  rollout-skip resume MANIFEST trainer.total_training_steps=100\n"
-        "  rollout-skip resume MANIFEST actor_rollout_ref.model.path=/other/place\n"
-        "                                 the model was moved; its content is checked\n"
-        "  rollout-skip resume MANIFEST --dry-run    only say what would be run\n"
-    )
-    parser.add_argument("manifest", metavar="MANIFEST", help="a manifest.json, or the folder that it is in")
-    parser.add_argument(
-        "overrides", metavar="KEY=VALUE", nargs="*", help="settings to change, as on verl's command line"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="check everything and train nothing")
+@click.command(
+    cls=Command,
+    examples="rollout-skip resume /data/dumps/RUN/VARIANT/manifest.json\n"
+    "rollout-skip resume MANIFEST trainer.total_training_steps=100\n"
+    "rollout-skip resume MANIFEST actor_rollout_ref.model.path=/other/place\n"
+    "                               the model was moved; its content is checked\n"
+    "rollout-skip resume MANIFEST --dry-run    only say what would be run",
+)
+@path_argument("manifest", "a manifest.json, or the folder that it is in")
+@click.argument(
+    "overrides", cls=Argument, nargs=-1, metavar="[KEY=VALUE]...", help="settings to change, as on verl's command line"
+)
+@click.option("--dry-run", is_flag=True, help="check everything and train nothing")
+def command(manifest: str, overrides: tuple[str, ...], dry_run: bool) -> Result:
+    """Go on with a recorded training: recorded steps are loaded, the following ones are generated and recorded into the
+    same run.
 
-
-def run(parsed: argparse.Namespace) -> Result:
+    If the configuration says that training resumes from a checkpoint and there is one, it starts there. Needs verl, and
+    what the training needs, in this environment.
+    """
     from verl_rollout_skip.entries import describe_steps
     from verl_rollout_skip.messages import show_messages
     from verl_rollout_skip.resume import check_environment, own_trainer, plan_resumption, run_resumption
 
     show_messages()
-    resumption = plan_resumption(parsed.manifest, parsed.overrides)
+    resumption = plan_resumption(manifest, overrides)
     check_environment()
     # Imported late: torch takes seconds, and a wrong path should not.
     from verl_rollout_skip.rollout import RolloutSkip
@@ -55,11 +52,11 @@ def run(parsed: argparse.Namespace) -> Result:
         "recorded_steps": describe_steps({key.step for key in recorded}),
         "total_training_steps": resumption.config.trainer.get("total_training_steps"),
         "followed": resumption.remapped,
-        "trained": not parsed.dry_run,
+        "trained": not dry_run,
     }
-    if not parsed.dry_run:
+    if not dry_run:
         run_resumption(resumption)
-    return Result(data)
+    return Result(data, render)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict
 from typing import Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.arguments import add_path, add_tokenizer, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import Command, Result, number_option, path_argument, tokenizer_option
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import line, number
 from verl_rollout_skip.decoding import TextDecoder, find_decoder
@@ -23,35 +22,33 @@ _SAMPLES = 3
 _SHOWN_TOKENS = 64
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Show the record of a rollout step and its first three rows, or the one that --row names. Responses are text "
-        "if a tokenizer is found: the one given, tokenizer/ in the variant, or the model's own folder.",
-        "  rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5\n"
-        "  rollout-skip show /data/dumps/RUN/VARIANT/step_000002/gen_000.parquet --json",
-    )
-    add_path(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="the training step (default: the first that is recorded)")
-    parser.add_argument("--gen-batch", type=int, metavar="N", help="the generate call within it (default: 0)")
-    parser.add_argument("--row", type=int, metavar="N", help="one row instead of the first three")
-    add_tokenizer(parser)
+@click.command(
+    cls=Command,
+    examples="rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5\n"
+    "rollout-skip show /data/dumps/RUN/VARIANT/step_000002/gen_000.parquet --json",
+)
+@path_argument()
+@number_option("--step", "the training step (default: the first that is recorded)")
+@number_option("--gen-batch", "the generate call within it (default: 0)")
+@number_option("--row", "one row instead of the first three")
+@tokenizer_option()
+def command(path: str, step: int | None, gen_batch: int | None, row: int | None, tokenizer: str | None) -> Result:
+    """Show the record of a rollout step and its first three rows, or the one that --row names.
 
-
-def run(parsed: argparse.Namespace) -> Result:
-    place = find_place(parsed.path)
+    Responses are text if a tokenizer is found: the one given, tokenizer/ in the variant, or the model's own folder.
+    """
+    place = find_place(path)
     variant = place.only_variant()
-    key = _key(place, variant, parsed.step, parsed.gen_batch)
+    key = _key(place, variant, step, gen_batch)
     entry = variant.store.load(key)
-    row = parsed.row
     if row is not None and not 0 <= row < entry.record.rows:
         raise EntryNotFoundError(f"{key} has rows 0 to {entry.record.rows - 1}, not {row}.")
     rows = range(min(entry.record.rows, _SAMPLES)) if row is None else [row]
-    decoder, no_text = find_decoder(variant.path, variant.manifest, parsed.tokenizer)
+    decoder, no_text = find_decoder(variant.path, variant.manifest, tokenizer)
     samples = [_sample(trajectory, decoder) for trajectory in read_trajectories(entry, rows)]
     source = None if decoder is None else decoder.source
     data = {"path": variant.path, "tokenizer": source, "no_tokenizer": no_text or None}
-    return Result({**data, "record": asdict(entry.record), "samples": samples})
+    return Result({**data, "record": asdict(entry.record), "samples": samples}, render)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:

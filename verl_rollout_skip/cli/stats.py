@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from typing import Any
 
+import click
 from rich.console import Console
 
 from verl_rollout_skip.analysis import (
@@ -16,8 +16,7 @@ from verl_rollout_skip.analysis import (
     step_statistics,
     weighted_mean,
 )
-from verl_rollout_skip.cli.arguments import add_path, add_steps, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import Command, Result, path_argument, steps_option
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import NOTHING, line, number, percent, progress, table
 from verl_rollout_skip.errors import StoreError
@@ -36,25 +35,24 @@ _LIMIT = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Each recorded step in numbers: scores, pass rate, lengths, groups, time and size. Below the table it says "
-        "what counts as a pass and what as the limit of a response.",
-        "  rollout-skip stats /data/dumps/RUN/VARIANT\n"
-        "  rollout-skip stats /data/dumps/RUN/VARIANT --steps 1-10\n"
-        "  rollout-skip stats /data/dumps --json",
-    )
-    add_path(parser)
-    add_steps(parser)
+@click.command(
+    cls=Command,
+    examples="rollout-skip stats /data/dumps/RUN/VARIANT\n"
+    "rollout-skip stats /data/dumps/RUN/VARIANT --steps 1-10\n"
+    "rollout-skip stats /data/dumps --json",
+)
+@path_argument()
+@steps_option()
+def command(path: str, steps: str | None) -> Result:
+    """Each recorded step in numbers: scores, pass rate, lengths, groups, time and size.
 
-
-def run(parsed: argparse.Namespace) -> Result:
-    place = find_place(parsed.path, parsed.steps)
+    Below the table it says what counts as a pass and what as the limit of a response.
+    """
+    place = find_place(path, steps)
     place.check_chosen()
-    variants = [_variant(place, variant, parsed.json) for variant in place.variants]
+    variants = [_variant(place, variant) for variant in place.variants]
     damaged = any(variant["unreadable"] for variant in variants)
-    return Result({"variants": variants}, 1 if damaged else 0)
+    return Result({"variants": variants}, render, 1 if damaged else 0)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:
@@ -73,11 +71,11 @@ def render(console: Console, data: dict[str, Any]) -> None:
         console.print()
 
 
-def _variant(place: Place, variant: Variant, quiet: bool) -> dict[str, Any]:
+def _variant(place: Place, variant: Variant) -> dict[str, Any]:
     limit = configured_limit(variant.manifest)
     steps: list[StepStatistics] = []
     unreadable = []
-    with progress(quiet) as bar:
+    with progress() as bar:
         for key in bar.track(place.keys(variant), description=variant.name):
             try:
                 steps.append(step_statistics(variant.entries, key, limit))

@@ -106,12 +106,12 @@ def table(
 
 
 @contextmanager
-def progress(quiet: bool) -> Iterator[Progress]:
+def progress() -> Iterator[Progress]:
     """A progress bar on standard error, if somebody looks at it."""
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=quiet or not sys.stderr.isatty()) as bar:
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
         yield bar
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.arguments import add_path, add_steps, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import Command, Result, path_argument, steps_option
 from verl_rollout_skip.cli.folders import Variant, find_place
 from verl_rollout_skip.cli.text import counted, line, progress
 from verl_rollout_skip.errors import RolloutSkipError
@@ -16,23 +15,23 @@ from verl_rollout_skip.manifest import CONFIG_HASH, explain_foreign, read_record
 from verl_rollout_skip.store import names
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Read everything and check it: the digest of each Parquet file, its record, the page checksums, that it can "
-        "be decoded, and each manifest. The exit code is 1 if anything is wrong.",
-        "  rollout-skip verify /data/dumps\n  rollout-skip verify /data/dumps/RUN/VARIANT --steps 1-10 --json",
-    )
-    add_path(parser)
-    add_steps(parser)
+@click.command(
+    cls=Command,
+    examples="rollout-skip verify /data/dumps\nrollout-skip verify /data/dumps/RUN/VARIANT --steps 1-10 --json",
+)
+@path_argument()
+@steps_option()
+def command(path: str, steps: str | None) -> Result:
+    """Read everything and check it: the digest of each Parquet file, its record, the page checksums, that it can be
+    decoded, and each manifest.
 
-
-def run(parsed: argparse.Namespace) -> Result:
-    place = find_place(parsed.path, parsed.steps)
+    The exit code is 1 if anything is wrong.
+    """
+    place = find_place(path, steps)
     place.check_chosen()
     problems: list[dict[str, Any]] = []
     checked = size = 0
-    with progress(parsed.json) as bar:
+    with progress() as bar:
         for variant in place.variants:
             store = variant.store
             hashes: set[str | None] = set()
@@ -54,7 +53,7 @@ def run(parsed: argparse.Namespace) -> Result:
                 problems.append(_problem(variant, _without_manifest(variant, hashes)))
     aside = [where for variant in place.variants for where in set_aside(variant)]
     data = {"ok": not problems, "variants": len(place.variants), "entries": checked, "bytes": size}
-    return Result({**data, "problems": problems, "set_aside": aside}, 1 if problems else 0)
+    return Result({**data, "problems": problems, "set_aside": aside}, render, 1 if problems else 0)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -14,54 +13,68 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.arguments import add_path, add_steps, add_tokenizer, describe
-from verl_rollout_skip.cli.commands import Result
+from verl_rollout_skip.cli.command import (
+    Command,
+    Result,
+    number_option,
+    path_argument,
+    steps_option,
+    tokenizer_option,
+    wants_json,
+)
 from verl_rollout_skip.cli.folders import find_place
-from verl_rollout_skip.cli.report import add_sampling
+from verl_rollout_skip.cli.report import sampling_options
 from verl_rollout_skip.cli.text import line
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Show recorded rollouts in the browser and follow a training while it records.\n"
-        "The server answers only on this machine, only to those who know the token in\n"
-        "the address, and only reads. Ctrl-C stops it.",
-        "  rollout-skip view /data/dumps/RUN/VARIANT\n"
-        "  rollout-skip view /data/dumps/RUN/VARIANT --port 8765 --no-browser\n"
-        "                     then, from elsewhere: ssh -L 8765:127.0.0.1:8765 HOST",
-    )
-    add_path(parser)
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="default: any that is free")
-    parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
-    add_steps(parser)
-    add_sampling(parser, groups="8")
-    add_tokenizer(parser)
+@click.command(
+    cls=Command,
+    examples="rollout-skip view /data/dumps/RUN/VARIANT\n"
+    "rollout-skip view /data/dumps/RUN/VARIANT --port 8765 --no-browser\n"
+    "                   then, from elsewhere: ssh -L 8765:127.0.0.1:8765 HOST",
+)
+@path_argument()
+@number_option("--port", "default: any that is free", 0)
+@click.option("--no-browser", is_flag=True, help="print the address and open nothing")
+@steps_option()
+@sampling_options(groups="8")
+@tokenizer_option()
+def command(
+    path: str,
+    port: int,
+    no_browser: bool,
+    steps: str | None,
+    groups: int | None,
+    responses: int,
+    tokens: int,
+    seed: int,
+    tokenizer: str | None,
+) -> Result:
+    """Show recorded rollouts in the browser and follow a training while it records.
 
-
-def run(parsed: argparse.Namespace) -> Result:
-    """Serves until it is stopped; the address is printed before that, in a line of its own."""
+    The server answers only on this machine, only to those who know the token in the address, and only reads. Ctrl-C
+    stops it.
+    """
     from verl_rollout_skip.report import Sampling, open_view
 
-    sampling = Sampling(parsed.seed, parsed.groups, parsed.responses, parsed.tokens)
-    place = find_place(parsed.path, parsed.steps)
+    sampling = Sampling(seed, groups, responses, tokens)
+    place = find_place(path, steps)
     variant = place.only_variant()
-    server = open_view(
-        variant.path, sampling=sampling, tokenizer=parsed.tokenizer, port=parsed.port, wanted=place.means
-    )
+    server = open_view(variant.path, sampling=sampling, tokenizer=tokenizer, port=port, wanted=place.means)
     opened = None
     try:
         _stop_on_signals(server)
-        print(json.dumps({"url": server.url}) if parsed.json else f"{server.url}\nCtrl-C stops it.", flush=True)
-        opened = None if parsed.no_browser else _open_browser(server.url)
+        print(json.dumps({"url": server.url}) if wants_json() else f"{server.url}\nCtrl-C stops it.", flush=True)
+        opened = None if no_browser else _open_browser(server.url)
         server.serve_forever(poll_interval=0.2)
     finally:
         server.close()
         if opened is not None:
             shutil.rmtree(opened, ignore_errors=True)
-    return Result({"path": variant.path, "stopped": True})
+    return Result({"path": variant.path, "stopped": True}, render)
 
 
 def render(console: Console, data: dict[str, Any]) -> None:

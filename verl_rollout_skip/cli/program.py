@@ -1,0 +1,127 @@
+"""The program ``rollout-skip``: its commands, exit codes, and errors in one line."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+from click.shell_completion import shell_complete
+
+from verl_rollout_skip._version import __version__
+from verl_rollout_skip.cli.command import Context, Formatter
+
+NAME = "rollout-skip"
+COMPLETE = "_ROLLOUT_SKIP_COMPLETE"
+EXIT_CODES = {
+    0: "all is well",
+    1: "it worked and found something damaged, or, with diff, something different",
+    2: "it did not work; one line on standard error says why and what to do",
+    130: "interrupted with Ctrl-C",
+}
+# Each is the ``command`` of the module of its name, or of the one in _MODULES.
+COMMANDS = {
+    "ls": "list runs, variants and what differs between them, and steps",
+    "show": "show the record of a rollout step and samples of it",
+    "stats": "scores, lengths, pass rate and groups of each step",
+    "report": "trends, groups and responses as one HTML file",
+    "view": "the same in the browser, while a training records",
+    "diff": "compare two runs, variants or steps: settings, prompts, responses",
+    "verify": "check every digest, record and manifest",
+    "resume": "go on with a training from its manifest",
+    "export": "write rollouts as text: JSONL for verl's viewer, Parquet, a dataset",
+    "copy": "copy recordings between folders and object stores",
+    "import": "bring in dumps of verl's own rollout skip",
+    "prune": "remove steps by age, number or size; shows first what would go",
+    "pin": "keep steps or a variant from being pruned",
+    "unpin": "take pins away",
+    "pins": "list what is pinned",
+    "completion": "a script for the Tab key of bash, zsh or fish",
+}
+_MODULES = {"import": "import_dumps", "pins": "list_pins"}
+_EXAMPLES = """\
+rollout-skip ls /data/dumps                      all runs below a dump_dir
+rollout-skip stats /data/dumps/RUN/VARIANT       its steps in numbers
+rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5
+                                                 one trajectory
+rollout-skip verify /data/dumps --json           check all, for a script"""
+
+
+class Program(click.Group):
+    """Lists its commands without importing them: only the one that is run or completed is loaded."""
+
+    context_class = Context
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, None if name is None or listed is None else load_command(name), rest
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        assert isinstance(formatter, Formatter)
+        formatter.write_lines("Examples", _EXAMPLES)
+        formatter.write_lines("Exit codes", "\n".join(f"{code:<4} {meaning}" for code, meaning in EXIT_CODES.items()))
+
+
+program = Program(
+    NAME,
+    commands=[click.Command(name, short_help=help) for name, help in COMMANDS.items()],
+    help="Look at recorded rollouts, check them and look after them.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=False,
+)
+click.version_option(__version__, prog_name=NAME, message="%(prog)s %(version)s")(program)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    logging.basicConfig(level=logging.ERROR, format="rollout-skip: %(message)s")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows only ASCII is no reason to fail
+    # Not program.main(), which takes a broken connection for a closed pipe and a truncated file for Ctrl-C.
+    try:
+        instruction = os.environ.get(COMPLETE)
+        if instruction:
+            return shell_complete(program, {}, NAME, COMPLETE, instruction)
+        with program.make_context(NAME, given, color=False if os.environ.get("NO_COLOR") else None) as context:
+            return int(program.invoke(context))
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except KeyboardInterrupt:
+        print("rollout-skip: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:  # whatever a file system or a library raises is one line for the user
+        print(f"rollout-skip: error: {describe(error)}", file=sys.stderr)
+        return 2
+
+
+def load_command(name: str) -> click.Command:
+    """A command with its arguments, imported now."""
+    found = import_module(f"verl_rollout_skip.cli.{_MODULES.get(name, name)}").command
+    assert isinstance(found, click.Command)
+    return found
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line. Nothing in it commands a terminal: errors quote names and files of others."""
+    from verl_rollout_skip.cli.text import clean
+
+    if isinstance(error, OSError) and error.strerror:
+        place = error.filename2 or error.filename
+        text = f"{error.strerror}: {place}" if place else error.strerror
+    elif isinstance(error, click.UsageError):
+        called = NAME if error.ctx is None else error.ctx.command_path
+        text = f"{error.format_message()} See {called} --help."
+    else:
+        text = str(error)
+    return clean(" ".join(text.split())) or type(error).__name__
