@@ -123,6 +123,16 @@ def test_rollouts_that_follow_a_step_generated_anew_are_off_policy_and_it_is_tol
     assert other.said("2 loaded off-policy")
 
 
+def test_another_temperature_is_never_a_hit_and_the_log_says_what_differs(trainings: Trainings) -> None:
+    trainings.run("record")
+    warmer = "actor_rollout_ref.rollout.temperature=0.7"
+    plain, other = trainings.run(None, warmer), trainings.run("cache", warmer)
+    assert other.hits == [0.0, 0.0, 0.0]
+    assert_same_training(plain, other)
+    assert other.said("actor_rollout_ref.rollout.temperature: 1.0 → 0.7")
+    assert len(list(trainings.dumps.glob("*/*/manifest.json"))) == 2
+
+
 def test_several_epochs_count_on(trainings: Trainings) -> None:
     plain = trainings.run(None, "trainer.total_epochs=2", NO_LIMIT)
     trainings.run("record", "trainer.total_epochs=2", NO_LIMIT)
