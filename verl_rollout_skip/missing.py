@@ -54,6 +54,14 @@ def explain_key(key: RolloutKey, keys: Collection[RolloutKey], mode: Mode, sourc
     )
 
 
+def explain_taken(what: str, folder: str | None) -> str:
+    """Mode record, and something is there."""
+    return (
+        f"{what} already recorded in {folder}, and mode 'record' never overwrites. Mode 'cache' continues a recording, "
+        "mode 'refresh' replaces it."
+    )
+
+
 def _likely_cause(step: int, sources: Sequence[Source]) -> str:
     """What the recorded training was told, or what happened to it."""
     key = RolloutKey(step)

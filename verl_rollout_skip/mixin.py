@@ -22,7 +22,8 @@ from verl_rollout_skip.modes import Mode, Reward
 from verl_rollout_skip.reward import recompute_rewards
 from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.samples import SampleLog
-from verl_rollout_skip.seams import Seam, find_seam, first_step
+from verl_rollout_skip.seams import Seam, find_seam
+from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint
 from verl_rollout_skip.weights import DeferredWeightSync
 
 
@@ -153,7 +154,7 @@ class RolloutSkipMixin(FollowedFit):
     def _check_recorded_steps(self) -> None:
         """A training that cannot come to its end is not begun."""
         mode = self.rollout_skip.settings.mode
-        if mode not in (Mode.RECORD, Mode.REPLAY):
+        if mode is Mode.OFF:
             return
         trainer = self.config.trainer  # type: ignore[attr-defined]
         steps_in_data = len(self.train_dataloader) * trainer.total_epochs  # type: ignore[attr-defined]
@@ -162,7 +163,9 @@ class RolloutSkipMixin(FollowedFit):
         if filters and mode is Mode.REPLAY:
             # How many steps the data is enough for is not known before. The recorded training may have come to its end.
             last = min(last, max((key.step for key in self.rollout_skip.recorded_keys()), default=0))
-        self.rollout_skip.check_steps(range(first_step(trainer), last + 1))
+        checkpoint = find_checkpoint(trainer)
+        has_data = checkpoint is not None and checkpoint.step < steps_in_data
+        check_steps(self.rollout_skip, TrainingSteps(last, checkpoint, does_one_more=has_data))
 
     def _watch_updates(self) -> None:
         """Notice a step that trains on something else before it does, whatever its loop looks like."""

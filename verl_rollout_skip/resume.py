@@ -23,8 +23,8 @@ from verl_rollout_skip.config import BLOCK, argument, dump_dir_of, take_out_skip
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
 from verl_rollout_skip.fingerprint import TRAINER
 from verl_rollout_skip.manifest import Manifest
-from verl_rollout_skip.seams import first_step
 from verl_rollout_skip.secrets import masked_keys
+from verl_rollout_skip.steps import find_checkpoint
 
 # Of the settings of this package those that go on; the others say where and how the recorded training was started.
 _KEPT = ("steps", "max_dump_steps", "prompts", "background", "on_dump_error", "max_disk")
@@ -87,7 +87,7 @@ def _way_on(manifest: Manifest, config: DictConfig) -> dict[str, str]:
     given = OmegaConf.select(config, f"{BLOCK}.mode")
     if not _is_asynchronous(config) or given not in (None, "refresh"):
         return {"mode": "cache", "source": manifest.path}
-    if given is None and first_step(config.trainer) == 1:
+    if given is None and find_checkpoint(config.trainer) is None:
         raise ConfigError(
             f"{manifest.path} was recorded by an asynchronous training, which goes on from a checkpoint only, and "
             f"there is none: trainer.resume_mode is {config.trainer.get('resume_mode', 'disable')!r}, "

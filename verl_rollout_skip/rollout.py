@@ -19,7 +19,6 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_rollout_skip.config import BLOCK
-from verl_rollout_skip.entries import describe_steps
 from verl_rollout_skip.errors import (
     EntryExistsError,
     EntryNotFoundError,
@@ -33,7 +32,7 @@ from verl_rollout_skip.errors import (
 from verl_rollout_skip.history import HISTORY, IDENTITY, History, extend, identity_of
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import CONFIG_HASH, explain_foreign
-from verl_rollout_skip.missing import explain_key, explain_steps, places
+from verl_rollout_skip.missing import explain_key, explain_taken, places
 from verl_rollout_skip.modes import Mode, Prompts
 from verl_rollout_skip.outcome import Rollout, Statistics
 from verl_rollout_skip.prompts import (
@@ -121,7 +120,7 @@ class RolloutSkip:
         if self._recorder is not None:
             self._recorder.raise_failures()
             if self.settings.mode is Mode.RECORD and self._is_taken(key, self._recorder.store):
-                raise EntryExistsError(self._taken(f"{key} is"))
+                raise EntryExistsError(explain_taken(f"{key} is", self._recorder.folder))
         loaded = self._load(key, line_up)
         if loaded is None and not self.settings.mode.generates:
             raise EntryNotFoundError(explain_key(key, self.recorded_keys(), self.settings.mode, self.sources))
@@ -173,24 +172,9 @@ class RolloutSkip:
         """The keys that can be loaded."""
         return sorted({key for _, store in self._sources for key in store})
 
-    def check_steps(self, wanted: range, gen_batches: int = 1) -> None:
-        """Raise if a training of these steps could not come to its end: one is not recorded, or is recorded already.
-
-        ``gen_batches`` is how many generation batches each step has at least.
-        """
-        covered = [step for step in wanted if step in self.settings.steps]
-        if self.settings.mode is Mode.RECORD and self._recorder is not None:
-            recorded = {key.step for key in self._recorder.store}
-            taken = [step for step in covered if step in recorded]
-            if taken:
-                raise EntryExistsError(self._taken(f"Of the training's steps {describe_steps(taken)} are"))
-        if self.settings.mode is Mode.REPLAY:
-            keys = set(self.recorded_keys())
-            needed = range(gen_batches)
-            whole = {key.step for key in keys if all(RolloutKey(key.step, number) in keys for number in needed)}
-            missing = [step for step in covered if step not in whole]
-            if missing:
-                raise EntryNotFoundError(explain_steps(wanted, missing, keys, gen_batches, self.sources))
+    def written_keys(self) -> list[RolloutKey]:
+        """The keys that are recorded where new rollouts go."""
+        return [] if self._recorder is None else self._recorder.store.keys()
 
     @property
     def sources(self) -> list[Source]:
@@ -446,13 +430,6 @@ class RolloutSkip:
             if self.settings.fails_on_dump_error:
                 raise
             return False  # the dump fails as well, and says why
-
-    def _taken(self, what: str) -> str:
-        assert self._recorder is not None
-        return (
-            f"{what} already recorded in {self._recorder.folder}, and mode 'record' never overwrites. Mode 'cache' "
-            "continues a recording, mode 'refresh' replaces it."
-        )
 
     def _stored_bytes(self) -> int:
         return 0 if self._recorder is None else self._recorder.store.written_bytes

@@ -6,7 +6,6 @@ those only that the version knows, because its workers refuse others.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,22 +116,6 @@ def find_seam(trainer: type) -> Seam:
         if reason is not None:
             _refuse(trainer, f"its {method} {reason}")
     return SEAMS[verl.__version__]
-
-
-def first_step(trainer: DictConfig) -> int:
-    """The first step that a training will do: after the checkpoint from which it resumes, if there is one."""
-    mode = trainer.get("resume_mode", "disable")
-    if mode == "resume_path":
-        _, found, step = str(trainer.get("resume_from_path")).rstrip("/").rpartition("global_step_")
-        return int(step) + 1 if found and step.isdigit() else 1  # verl says itself what is wrong with it
-    folder = os.path.abspath(trainer.default_local_dir)
-    tracker = os.path.join(folder, "latest_checkpointed_iteration.txt")
-    if mode != "auto" or not os.path.isfile(tracker):
-        return 1
-    with open(tracker) as file:
-        step = file.read().strip()
-    # verl begins anew if the checkpoint itself is gone.
-    return int(step) + 1 if os.path.isdir(os.path.join(folder, f"global_step_{step}")) else 1
 
 
 def _is_of_a_trainer(kind: type) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.driver.training import Trainings, assert_same_training
-from verl_rollout_skip.errors import EntryNotFoundError
+from verl_rollout_skip.errors import ConfigError, EntryNotFoundError
 
 SAVE = "trainer.save_freq=1"
 
@@ -42,7 +42,8 @@ def test_a_replay_needs_only_the_steps_after_its_checkpoint(trainings: Trainings
     trainings.forget((1, 0), (2, 0))
     resumed = trainings.run("replay", *checkpoint(trainings, 1, 2))
     assert_same_training(plain, resumed, steps=[3])
-    with pytest.raises(EntryNotFoundError, match="would replay steps 2 to 3, and 2 is not recorded"):
+    missing = "would replay steps 2 to 3, and 2 is not recorded.*global_step_1 .*trainer.resume_mode=disable"
+    with pytest.raises(EntryNotFoundError, match=missing):
         trainings.make("replay", *checkpoint(trainings, 1, 1))
 
 
@@ -56,13 +57,73 @@ def test_the_latest_checkpoint_is_found_by_itself(trainings: Trainings) -> None:
     assert_same_training(plain, resumed, steps=[2, 3])
 
 
-@pytest.mark.parametrize("mode", ["cache", "replay"])
-def test_a_finished_training_that_is_started_again_ends_at_once(trainings: Trainings, mode: str) -> None:
+def own_checkpoints(trainings: Trainings, run: int) -> str:
+    """The setting with which verl finds the checkpoints of an earlier run by itself, as the same command again does."""
+    return f"trainer.default_local_dir={trainings.folder}/run-{run}/checkpoints"
+
+
+def test_a_finished_training_that_is_cached_again_from_its_end_says_so_and_ends_at_once(trainings: Trainings) -> None:
     finished = ("trainer.total_training_steps=null", SAVE)
     trainings.run("record", *finished)
-    again = trainings.run(mode, *finished, *checkpoint(trainings, 1, 4))
+    again = trainings.run("cache", *finished, own_checkpoints(trainings, 1))
     assert again.metrics == {}
     assert again.trained == []
+    assert again.said("global_step_4 (trainer.resume_mode=auto), the last step of this training: nothing is left to do")
+    assert again.said("Recorded steps 1-4 are not used")
+    assert again.said("trainer.resume_mode=disable starts at step 1")
+
+
+def test_the_same_command_again_says_which_checkpoint_it_resumes_from(trainings: Trainings) -> None:
+    trainings.run("record", SAVE)
+    again = trainings.run("cache", own_checkpoints(trainings, 1))
+    assert sorted(again.metrics) == [4], "verl looks at its limit after a step"
+    (warning,) = [message for message in again.messages if "trainer.resume_mode=auto" in message]
+    assert f"{trainings.folder}/run-1/checkpoints/global_step_3" in warning
+    assert "verl does step 4 before it ends" in warning
+    assert "Recorded steps 1-3 are not used" in warning
+    whole = trainings.run("cache", own_checkpoints(trainings, 1), "trainer.resume_mode=disable")
+    assert whole.hits == [1.0] * 3
+    assert not whole.said("trainer.resume_mode")
+
+
+@pytest.mark.parametrize("length", ["trainer.total_training_steps=3", "trainer.total_training_steps=null"])
+def test_a_replay_that_would_resume_past_its_recording_is_refused_with_the_setting_that_replays_it(
+    trainings: Trainings, length: str
+) -> None:
+    plain = trainings.run("record", SAVE, length)
+    with pytest.raises(EntryNotFoundError, match="nothing to replay") as refused:
+        trainings.make("replay", length, SAVE, own_checkpoints(trainings, 1))
+    message = str(refused.value)
+    last = len(plain.metrics)
+    assert f"{trainings.folder}/run-1/checkpoints/global_step_{last} (trainer.resume_mode=auto)" in message
+    assert f"starts at step {last + 1}" in message
+    assert f"recorded are steps 1-{last}" in message
+    assert "trainer.resume_mode=disable starts at step 1" in message
+    assert "another trainer.default_local_dir" in message
+    whole = trainings.run("replay", length, own_checkpoints(trainings, 1), "trainer.resume_mode=disable")
+    assert_same_training(plain, whole)
+
+
+def test_a_replay_from_the_middle_says_what_it_leaves_out(trainings: Trainings) -> None:
+    trainings.run("record", SAVE)
+    resumed = trainings.run("replay", *checkpoint(trainings, 1, 2))
+    assert resumed.said("global_step_2 (trainer.resume_mode=resume_path), so the training starts at step 3")
+    assert resumed.said("Recorded steps 1-2 are not used")
+
+
+@pytest.mark.parametrize("mode", ["record", "cache", "refresh"])
+def test_a_selection_without_a_step_of_the_training_is_refused(trainings: Trainings, mode: str) -> None:
+    message = r"rollout_skip.steps is 50, and the training does steps 1 to 3.*nothing would be recorded or loaded"
+    with pytest.raises(ConfigError, match=message):
+        trainings.make(mode, "rollout_skip.steps=[50]")
+    assert not trainings.dumps.exists()
+
+
+def test_a_selection_that_lies_before_the_checkpoint_is_no_error(trainings: Trainings) -> None:
+    trainings.run("record", SAVE, "rollout_skip.steps=[1]")
+    resumed = trainings.run("cache", "rollout_skip.steps=[1]", *checkpoint(trainings, 1, 2))
+    assert sorted(resumed.metrics) == [3]
+    assert resumed.said("rollout_skip.steps is 1: none of the steps that are left is recorded or loaded")
 
 
 def test_a_tracker_whose_checkpoint_is_gone_begins_anew(trainings: Trainings, tmp_path: Path) -> None:

@@ -132,6 +132,13 @@ def test_a_fit_of_its_own_waits_for_the_dumps(
     assert RolloutStore(trainings.variant()).keys() == [RolloutKey(step) for step in STEPS]
 
 
+def test_another_trainer_class_is_another_training(after_recording: Trainings) -> None:
+    engine = Engine()
+    engine.fails_at = None  # type: ignore[attr-defined]
+    again = after_recording.train("replay", kind=OwnFit, engine=engine)
+    assert [again.logged[step]["rollout_skip/off_policy"] for step in STEPS] == [0.0, 1.0, 1.0]
+
+
 def test_an_asynchronous_fit_is_refused(trainings: Trainings) -> None:
     class Asynchronous(SyncTrainer):
         async def fit(self, engine: Any) -> None:
@@ -163,6 +170,25 @@ def test_missing_steps_are_generated_from_their_own_prompts_with_the_weights_of_
     assert partial.trained[0] == recorded.trained[0]
     assert partial.trained[2] == recorded.trained[2]
     assert hits(after_recording.train("replay")) == STEPS
+
+
+def test_a_finished_training_started_again_says_that_verl_resumes_from_its_last_checkpoint(
+    trainings: Trainings, caplog: pytest.LogCaptureFixture
+) -> None:
+    same = ("trainer.save_freq=3", "trainer.resume_mode=auto")
+    recorded = trainings.train("record", *same)
+    again = trainings.train("cache", *same)
+    assert again.trained == []
+    checkpoint = f"{trainings.folder}/checkpoints/global_step_3 (trainer.resume_mode=auto)"
+    assert f"verl resumes from {checkpoint}, the last step of this training: nothing is left to do." in caplog.text
+    with pytest.raises(EntryNotFoundError, match=r"nothing to replay.*global_step_3 .*resume_mode=disable starts at"):
+        trainings.train("replay", *same)
+    assert trainings.train("replay").trained == recorded.trained
+
+
+def test_a_selection_without_a_step_of_the_training_is_refused(trainings: Trainings) -> None:
+    with pytest.raises(ConfigError, match="steps is 50, and the training does steps 1 to 3"):
+        trainings.train("record", "+rollout_skip.steps=[50]")
 
 
 def test_a_training_that_resumes_from_a_checkpoint_loads_its_own_steps(trainings: Trainings) -> None:
@@ -365,8 +391,8 @@ def test_prompts_that_cannot_be_stored_are_failed_dumps_and_no_end_of_the_traini
     assert trained.logged[3]["rollout_skip/dump_failures"] == 3
     with pytest.raises(UnsupportedBatchError, match="labels"):
         trainings.train("record", kind=OddTrainer)
-    other_steps = trainings.train("record", "+rollout_skip.steps=[9]", kind=OddTrainer)
-    assert list(other_steps.logged) == STEPS
+    one_step = trainings.train("cache", "+rollout_skip.steps=[3]", kind=OddTrainer)
+    assert [step for step in STEPS if one_step.logged[step].get("rollout_skip/dump_failures")] == [3]
 
 
 def test_prompts_that_cannot_be_stored_are_never_a_hit(

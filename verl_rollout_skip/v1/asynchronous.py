@@ -14,10 +14,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import NonTensorData, TensorDict
 
 from verl_rollout_skip.config import BLOCK, SkipConfig
+from verl_rollout_skip.entries import describe_steps
 from verl_rollout_skip.errors import ConfigError, EntryExistsError, MismatchError
 from verl_rollout_skip.missing import places
 from verl_rollout_skip.modes import Mode
-from verl_rollout_skip.rollout import RolloutSkip, describe_steps
+from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.v1.sampled import PARTITION, waiting_prompts
 from verl_rollout_skip.v1.seam import SYNC
 from verl_rollout_skip.variants import Source

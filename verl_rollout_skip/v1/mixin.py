@@ -28,7 +28,7 @@ from verl_rollout_skip.outcome import Rollout
 from verl_rollout_skip.prompts import UID, OtherInput, row_difference
 from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.samples import SampleLog
-from verl_rollout_skip.seams import first_step
+from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint
 from verl_rollout_skip.store.store import LoadedEntry
 from verl_rollout_skip.v1 import asynchronous, reward, sampled
 from verl_rollout_skip.v1.dataloader import PushBack
@@ -276,10 +276,10 @@ class RolloutSkipMixin(FollowedFit):
             trainer = self.config.trainer  # type: ignore[attr-defined]
             in_data = self.steps_per_epoch * trainer.total_epochs  # type: ignore[attr-defined]
             last = min(self.total_training_steps, in_data)  # type: ignore[attr-defined]
-            wanted = range(first_step(trainer), last + 1)
-            self.rollout_skip.check_steps(wanted, self.parameter_sync_step)  # type: ignore[attr-defined]
+            steps = TrainingSteps(last, find_checkpoint(trainer))
+            check_steps(self.rollout_skip, steps, self.parameter_sync_step)  # type: ignore[attr-defined]
             if not self._is_sync:
-                asynchronous.check_steps(self.rollout_skip, wanted)
+                asynchronous.check_steps(self.rollout_skip, steps.range)
 
     def _setup(self) -> None:
         settings = self.rollout_skip.settings
