@@ -30,6 +30,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from tests.verl_configs import compose_ppo
 from verl_rollout_skip.v1.mixin import RolloutSkipMixin
+from verl_rollout_skip.v1.seam import base_mode
 
 PROMPTS, SAMPLES, ROWS = 4, 3, 40
 PARTITION = "train"
@@ -272,7 +273,7 @@ class Trainings:
     def train(self, mode: str | None, *overrides: str, kind: type = SyncTrainer, engine: Engine | None = None) -> Any:
         """Train to the end; the trainer with what it has kept. Nothing of it is left in TransferQueue."""
         skip = [f"+rollout_skip.mode={mode}", f"+rollout_skip.dump_dir={self.dumps}"] if mode else []
-        trainer = kind(config=self.config(*skip, *overrides))
+        trainer = kind(config=self.config(*skip, f"trainer.v1.trainer_mode={base_mode(kind)}", *overrides))
         trainer.engine = engine or Engine()
         try:
             trainer.init()

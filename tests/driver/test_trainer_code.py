@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from tests.driver.training import Finished, SkipTrainer, Trainings, heard
-from verl_rollout_skip.cli import resume
+from verl_rollout_skip.cli.resume import command
 from verl_rollout_skip.errors import UnsupportedTrainerError
 
 OWN = """
@@ -32,6 +31,7 @@ class Other(OwnTrainer):
 class Bare(OwnTrainer):
     pass
 """
+resume = command.callback
 MESSAGE = "the training differs from the one that recorded"
 
 
@@ -121,10 +121,9 @@ def test_a_class_whose_source_cannot_be_read_is_told(trainings: Trainings) -> No
 def test_the_trainer_that_resume_finds_again_is_the_same(trainings: Trainings, project: Path) -> None:
     trainings.run("record", trainer=trainer())
     with heard() as messages:
-        resume.run(Namespace(manifest=trainings.store.path, overrides=[], dry_run=True))
+        resume(trainings.store.path, overrides=(), dry_run=True)
     assert not any(MESSAGE in message for message in messages)
     (project / "own_trainer.py").unlink()
-    trainer_is_gone = pytest.raises(UnsupportedTrainerError, match=r"own_trainer\.OwnTrainer cannot be imported here")
     sys.modules.pop("own_trainer")
-    with trainer_is_gone:
-        resume.run(Namespace(manifest=trainings.store.path, overrides=[], dry_run=True))
+    with pytest.raises(UnsupportedTrainerError, match=r"own_trainer\.OwnTrainer cannot be imported here"):
+        resume(trainings.store.path, overrides=(), dry_run=True)
