@@ -67,8 +67,9 @@ def cache_folder() -> Path:
 
 
 def _size(file: Path) -> int | None:
+    """None for what is not there and for what never ends: devices and named pipes."""
     try:
-        return file.stat().st_size
+        return file.stat().st_size if file.is_file() else None
     except OSError:
         return None
 

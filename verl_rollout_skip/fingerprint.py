@@ -39,7 +39,6 @@ CHECKPOINT = "trainer.resume_from_path"
 
 TRAINER = "code of the trainer class"
 """Of one that is the user's own. It decides what is learned from a rollout, not what is generated."""
-WEIGHTS = "rollout_skip.weights"
 DATA = "data.train_files"
 
 Flat = dict[str, Any]
@@ -71,7 +70,7 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any], trainer: type | Non
     training: Flat = {}
     flat = dict(flatten(plain(config)))
     flat |= environment(flat)
-    sampled = flat.get(WEIGHTS) == Weights.SAMPLED.value
+    sampled = flat.get("rollout_skip.weights") == Weights.SAMPLED.value
     for key, value in flat.items():
         effect = rule_for(key).effect
         if effect is Effect.NEITHER or value == {} or (value is None and not _HANDED_ON.search(key)):
@@ -95,7 +94,7 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any], trainer: type | Non
         if UNREADABLE in str(value):
             logger.warning("%s: %s; a change of its content will not be noticed", key, value)
         elif SAMPLED in str(value):
-            logger.warning("%s: %s; a change of the rest will not be noticed (%s)", key, value, WEIGHTS)
+            logger.warning("%s: %s; a change of the rest will not be noticed", key, value)
         elif MASK in str(value):
             logger.info("%s is taken for a secret and not compared: a change of it will not be noticed", key)
     return Fingerprint(dict(sorted(rollout.items())), dict(sorted(training.items())))

@@ -36,6 +36,8 @@ _NOTHING = {
 # What the YAML files of tools, interactions and agent loops call the class that they configure.
 _CLASS_KEYS = ("class_name", "_target_")
 _CONFIG_FILES = {".yaml", ".yml", ".json"}
+# A larger one that a configuration names is data, e.g. the index of a search tool.
+_MAX_CONFIG_BYTES = 1 << 20
 
 
 def code_identity(path: str) -> str:
@@ -60,7 +62,7 @@ def class_name_identity(name: str) -> str:
 
 def classes_identity(path: str) -> str:
     """A configuration file, the source of the classes that it names, and the files that it names."""
-    return "; ".join(_parts_of_config(Path(path).expanduser(), set()) or [file_identity(path)])
+    return "; ".join(_parts_of_config(Path(path).expanduser(), set()))
 
 
 def _parts_of_config(file: Path, seen: set[Path]) -> list[str]:
@@ -76,11 +78,12 @@ def _parts_of_config(file: Path, seen: set[Path]) -> list[str]:
     for named in [Path(text).expanduser() for is_class, text in texts if not is_class and _is_file(text)]:
         if named.resolve() in seen:
             continue
-        if named.suffix in _CONFIG_FILES:
+        if named.suffix in _CONFIG_FILES and named.stat().st_size <= _MAX_CONFIG_BYTES:
             parts += [f"{named.name}, {part}" for part in _parts_of_config(named, seen)]
         else:
             seen.add(named.resolve())
-            parts.append(f"{named.name}, {code_identity(str(named))}")
+            identify = code_identity if named.suffix == ".py" else file_identity
+            parts.append(f"{named.name}, {identify(str(named))}")
     return parts
 
 

@@ -66,8 +66,9 @@ def test_the_digest_is_that_of_the_whole_file(tmp_path: Path) -> None:
     files = [tmp_path / f"{size}" for size in (0, 1, 8 * MIB - 1, 8 * MIB, 8 * MIB + 1, 17 * MIB)]
     for file in files:
         file.write_bytes(os.urandom(int(file.name)))
-    gone = tmp_path / "gone"
-    assert digest_files([*files, gone, files[0]]) == [*map(sha256, files), None, sha256(files[0])]
+    gone, pipe = tmp_path / "gone", tmp_path / "pipe"
+    os.mkfifo(pipe)  # opening it would wait for a writer
+    assert digest_files([*files, gone, pipe, files[0]]) == [*map(sha256, files), None, None, sha256(files[0])]
 
 
 @pytest.mark.usefixtures("later")

@@ -77,7 +77,7 @@ def test_sampled_weights_are_said_to_be_sampled(
     sampled = of_model(tmp_path / "model", "sampled")
     (message,) = caplog.messages
     assert "1 of them only sampled" in message
-    assert "a change of the rest will not be noticed (rollout_skip.weights)" in message
+    assert "a change of the rest will not be noticed" in message
     (line,) = difference(full, sampled)
     assert "1 of them only sampled" in line.partition("→")[2]
 
@@ -340,6 +340,19 @@ def test_files_that_a_tool_configuration_names_count(tmp_path: Path) -> None:
     assert len(seen) == 3
     tools.write_text(f"tools: [{tools}, {servers}, '~nobody/x', '{'x' * 5000}']")
     make_fingerprint(config)  # a file that names itself ends somewhere, and not every text is a path
+
+
+def test_a_large_file_that_a_tool_configuration_names_is_digested_and_not_parsed(tmp_path: Path) -> None:
+    """An index of a search tool may be larger than the memory."""
+    index, listing, tools = tmp_path / "wiki.index", tmp_path / "listing.json", tmp_path / "tools.yaml"
+    index.write_bytes(b"import json\n")  # read as code, it would be followed
+    listing.write_text(json.dumps([str(tmp_path / "gone")] * 100_000))
+    tools.write_text(f"tools: [{index}, {listing}]")
+    config = {"data.tool_config_path": str(tools)}
+    (text,) = make_fingerprint(config).rollout.values()
+    assert [part.split(",")[0] for part in text.split("; ")[1:]] == ["listing.json", "wiki.index"]
+    index.write_bytes(b"other rows")
+    assert make_fingerprint(config).rollout["data.tool_config_path"] != text
 
 
 def test_modules_of_an_editable_install_are_followed(tmp_path: Path) -> None:
