@@ -367,15 +367,25 @@ def test_a_reader_that_stops_early_does_not_change_the_exit_code(damaged: Path, 
     assert (done.returncode, done.stderr) == (code, "")
 
 
-def test_a_pipe_that_breaks_while_a_command_works_is_an_error(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    """A storage whose connection is lost raises the same error as a reader that stops early."""
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)), "Broken pipe"),
+        (EOFError("the connection was closed"), "the connection was closed"),
+    ],
+    ids=["broken pipe", "end of file"],
+)
+def test_a_connection_that_is_lost_while_a_command_works_is_an_error(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, error: Exception, said: str
+) -> None:
+    """Click would take the one for a reader that stops early, and the other for Ctrl-C."""
 
     def lost(*_: Any) -> Any:
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        raise error
 
     monkeypatch.setattr("verl_rollout_skip.cli.ls.find_place", lost)
     assert main(["ls", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "rollout-skip: error: Broken pipe\n"
+    assert capsys.readouterr().err == f"rollout-skip: error: {said}\n"
 
 
 def test_ls_gives_no_mean_if_one_entry_has_none(tmp_path: Path, capsys: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import click
@@ -31,7 +30,13 @@ def sampling_options(groups: str) -> Callable[[Any], Any]:
         number_option("--tokens", "tokens of a text (default: 2000)", 2000),
         number_option("--seed", "chooses the groups (default: 0)", 0),
     )
-    return lambda function: reduce(lambda inner, option: option(inner), reversed(options), function)
+
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
 
 
 @click.command(
