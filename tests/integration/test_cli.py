@@ -360,7 +360,9 @@ def test_a_reader_that_stops_early_is_no_error(recorded: Training) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(("command", "code"), [("ls", 0), ("ls --json", 0), ("verify", 1)])
+@pytest.mark.parametrize(
+    ("command", "code"), [("ls", 0), ("ls --json", 0), ("verify", 1), ("--help", 0), ("ls --help", 0)]
+)
 def test_a_reader_that_stops_early_does_not_change_the_exit_code(damaged: Path, command: str, code: int) -> None:
     script = f"{sys.executable} -m verl_rollout_skip.cli {command} {damaged} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT)

@@ -61,10 +61,21 @@ class Argument(click.Argument):
         self.help = help
 
 
-class Command(click.Command):
-    """A command whose function returns a ``Result``. That is printed, and its exit code is what ``invoke`` returns."""
+class Helpful(click.Command):
+    """What the program and its commands have in common: help in color, which a reader may stop reading early."""
 
     context_class = Context
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **options)
+        except BrokenPipeError:
+            _discard_output()
+            raise click.exceptions.Exit(0) from None
+
+
+class Command(Helpful):
+    """A command whose function returns a ``Result``. That is printed, and its exit code is what ``invoke`` returns."""
 
     def __init__(self, *args: Any, examples: str, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -121,7 +132,12 @@ def _print(result: Result) -> None:
             result.render(make_console(), result.data)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it exits
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Without this the interpreter complains about the closed pipe when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _plain(value: Any) -> Any:

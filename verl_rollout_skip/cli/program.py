@@ -13,7 +13,7 @@ import click
 from click.shell_completion import shell_complete
 
 from verl_rollout_skip._version import __version__
-from verl_rollout_skip.cli.command import Context, Formatter
+from verl_rollout_skip.cli.command import Formatter, Helpful
 
 NAME = "rollout-skip"
 COMPLETE = "_ROLLOUT_SKIP_COMPLETE"
@@ -51,10 +51,8 @@ rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5
 rollout-skip verify /data/dumps --json           check all, for a script"""
 
 
-class Program(click.Group):
+class Program(Helpful, click.Group):
     """Lists its commands without importing them: only the one that is run or completed is loaded."""
-
-    context_class = Context
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
