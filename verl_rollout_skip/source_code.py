@@ -160,16 +160,14 @@ def _imports_identity(file: Path) -> str:
     """The modules that a file imports, directly or not; empty if it imports none of its own project."""
     home = file.parent.resolve()
     file = home / file.name
-    digests = {}
-    for module in _imported(file):
-        digests[_relative(module, home)] = xxhash.xxh3_128(module.read_bytes()).hexdigest()
-    if not digests:
+    digests = {module: xxhash.xxh3_128(module.read_bytes()).hexdigest() for module in _imported(file)}
+    modules = sorted((_relative(module, home), digest) for module, digest in digests.items())
+    if not modules:
         return ""
-    names = sorted(digests)
-    if len(names) <= _NAMED:
-        return ", with " + ", ".join(f"{name} {digests[name][:8]}" for name in names)
-    whole = xxhash.xxh3_128("\n".join(f"{name} {digests[name]}" for name in names).encode()).hexdigest()
-    return f", with {len(names)} modules that it imports, digest {whole}"
+    if len(modules) <= _NAMED:
+        return ", with " + ", ".join(f"{name} {digest[:8]}" for name, digest in modules)
+    whole = xxhash.xxh3_128("\n".join(f"{name} {digest}" for name, digest in modules).encode()).hexdigest()
+    return f", with {len(modules)} modules that it imports, digest {whole}"
 
 
 def _imported(file: Path) -> set[Path]:
@@ -210,9 +208,7 @@ def _names(tree: ast.AST, file: Path) -> Iterator[tuple[Path, list[str]]]:
 
 def _starts(file: Path, parts: list[str]) -> list[tuple[Path, list[str]]]:
     """Where an absolute import is looked for: beside the file, where its own package is, and where Python looks."""
-    root = file.parent
-    while (root / "__init__.py").is_file() and root != root.parent:
-        root = root.parent
+    root = _package_root(file)
     is_own_package = root != file.parent and parts[0] == file.relative_to(root).parts[0]
     own = [root] if is_own_package else []
     if parts[0] in _NOT_FOLLOWED:
@@ -268,5 +264,20 @@ def _file_in(folder: Path, parts: list[str]) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
+def _package_root(file: Path) -> Path:
+    """The folder that the outermost package of a module is in."""
+    root = file.parent
+    while (root / "__init__.py").is_file() and root != root.parent:
+        root = root.parent
+    return root
+
+
 def _relative(file: Path, home: Path) -> str:
-    return file.relative_to(home).as_posix() if file.is_relative_to(home) else "/".join(file.parts[-3:])
+    """The name of a file as its project has it, without the folder of the project, which each clone may name."""
+    root = _package_root(file)
+    if file.is_relative_to(home):
+        root = home
+    elif root == file.parent:  # no package, or one without __init__.py
+        folders = [folder for folder in _search_path(os.getcwd(), *sys.path) if file.is_relative_to(folder)]
+        root = max(folders, key=lambda folder: len(folder.parts), default=root)
+    return file.relative_to(root).as_posix()

@@ -64,6 +64,20 @@ def test_a_project_is_the_same_in_another_folder(project: Path, tmp_path_factory
     assert moved == code_identity(str(elsewhere.rename(project) / "reward.py"))
 
 
+def test_a_clone_under_another_name_is_the_same_project(tmp_path: Path) -> None:
+    """Also what a file imports from above its own folder."""
+    identities = set()
+    for clone in ("clone", "another-clone"):
+        package = tmp_path / clone / "pack"
+        (package / "scores").mkdir(parents=True)
+        for name in ("__init__.py", "scores/__init__.py", "common.py"):
+            (package / name).write_text("")
+        (package / "scores" / "reward.py").write_text("from pack import common\nfrom ..common import check\n")
+        identities.add(code_identity(str(package / "scores" / "reward.py")))
+    (identity,) = identities
+    assert "pack/common.py" in identity
+
+
 def test_absolute_imports_within_a_package_are_followed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = project / "pack_of_test" / "scores"
     package.mkdir(parents=True)
