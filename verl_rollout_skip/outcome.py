@@ -24,18 +24,24 @@ class Rollout:
 
 @dataclass
 class Statistics:
-    """What happened so far. ``not_dumped`` were generated although another rollout has their key."""
+    """What happened so far. ``not_dumped`` were generated although another rollout has their key, ``left_out`` because
+    the settings do not select their step."""
 
     hits: int = 0
     misses: int = 0
     dumped: int = 0
     not_dumped: int = 0
+    left_out: int = 0
     dump_failures: int = 0
     off_policy: int = 0
     load_s: float = 0.0
     saved_s: float = 0.0
     generate_s: float = 0.0
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self.hits or self.misses or self.left_out or self.dump_failures)
 
     def summary(self, stored_bytes: int) -> str:
         """One line for the end of a training."""
@@ -44,6 +50,8 @@ class Statistics:
             f"generated in {self.generate_s:.1f} s; about {self.saved_s:.0f} s saved; {self.dumped} dumped "
             f"({format_size(stored_bytes)}), {self.dump_failures} dumps failed"
         ]
+        if self.left_out:
+            parts.append(f"{self.left_out} left out by rollout_skip.steps")
         if self.not_dumped:
             parts.append(f"{self.not_dumped} not dumped: another rollout has their key (mode refresh replaces it)")
         if self.off_policy:

@@ -129,6 +129,7 @@ class RolloutSkip:
     def pass_by(self, key: RolloutKey, batch: Any) -> None:
         """Take note of a rollout step that is neither loaded nor recorded: later ones depend on it."""
         if self.settings.mode is not Mode.OFF:
+            self.statistics.left_out += 1
             self._history.add(key, identity_of(batch), self._recorded_history(key.step))
 
     def record(
@@ -197,7 +198,7 @@ class RolloutSkip:
             if self._recorder is not None:
                 self._recorder.close()
         finally:
-            if self.statistics.hits or self.statistics.misses or self.statistics.dump_failures:
+            if self.statistics.is_any:
                 logger.info("%s", self.summary())
             if self._recorder is not None and self.statistics.dumped and self.way_on is not None:
                 folder = self._recorder.folder

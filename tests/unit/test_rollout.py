@@ -490,6 +490,15 @@ def test_repeating_lists_the_recording_once(training: Training, monkeypatch: pyt
     assert len(listed) <= 3
 
 
+def test_a_loop_of_which_no_step_is_selected_says_so_at_its_end(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), training.open("cache", {"steps": [50]}) as skip:
+        skip.step(K1, inputs_of(K1), Engine())
+    assert "0 rollout steps: 0 loaded" in caplog.text
+    assert "1 left out by rollout_skip.steps" in caplog.text
+
+
 FORGETFUL = """
 import sys, time
 from pathlib import Path
