@@ -65,7 +65,7 @@ class RemoteStorage:
     def _cannot_open(self, error: Exception) -> str:
         protocol = self.url.partition("://")[0]
         advice = _LIBRARIES.get(protocol, "")
-        if isinstance(error, ValueError):
+        if "not known" in str(error):
             advice = "Give an absolute path, or a URL of a kind that fsspec knows."
         return f"{self.url} cannot be opened: {_first_line(error)}. {advice}".rstrip()
 
@@ -79,7 +79,7 @@ class RemoteStorage:
             advice = ""
             if "credential" in f"{type(error).__name__} {error}".lower():
                 known = _CREDENTIALS.get(self.url.partition("://")[0], "")
-                advice = " The process that trains needs credentials" + (f": {known}." if known else ".")
+                advice = " This process needs credentials" + (f": {known}." if known else ".")
             message = f"{self.url} does not answer: {type(error).__name__}: {_first_line(error)}.{advice}"
             raise OSError(message) from error
 
