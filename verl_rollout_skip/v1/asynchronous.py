@@ -6,7 +6,6 @@ replayed from its first step to its last or not at all: steps cannot be loaded a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import transfer_queue as tq
@@ -19,9 +18,9 @@ from verl_rollout_skip.errors import ConfigError, EntryExistsError, MismatchErro
 from verl_rollout_skip.missing import places
 from verl_rollout_skip.modes import Mode
 from verl_rollout_skip.rollout import RolloutSkip
+from verl_rollout_skip.v1.plugin import MODES
 from verl_rollout_skip.v1.sampled import PARTITION, waiting_prompts
-from verl_rollout_skip.v1.seam import SYNC
-from verl_rollout_skip.variants import Source
+from verl_rollout_skip.v1.seam import SKIP, SYNC
 
 _MODE = "trainer.v1.trainer_mode"
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
@@ -45,11 +44,13 @@ def check_settings(settings: SkipConfig) -> None:
         )
 
 
-def check_sources(sources: Sequence[Source], mode: str) -> None:
-    """Refuse recordings of the other kind, which ``on_mismatch: reuse`` or ``source`` let through."""
-    for source in sources:
+def check_sources(rollout_skip: RolloutSkip, mode: str) -> None:
+    """Refuse recordings of the other kind, which ``on_mismatch: reuse`` lets through. A name of somebody's own trainer
+    does not say of which kind it is."""
+    for source in rollout_skip.sources:
         recorded = source.manifest.fingerprint.get(_MODE)
-        if recorded is not None and (recorded == SYNC) != (mode == SYNC):
+        current = rollout_skip.run.fingerprint.rollout.get(_MODE)
+        if f"{SKIP}{recorded}" in MODES and recorded != current and (recorded == SYNC) != (mode == SYNC):
             raise MismatchError(
                 f"{source.folder} was recorded with {_MODE}={recorded}, and this training is one of {mode}. Not even "
                 f"{BLOCK}.on_mismatch=reuse can give its rollouts to this training, because {_REASON}. Set "

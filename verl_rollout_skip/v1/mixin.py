@@ -53,7 +53,7 @@ class RolloutSkipMixin(FollowedFit):
         mode = base_mode(type(self))
         self.rollout_skip = RolloutSkip.open(copy.deepcopy(config), trainer=type(self))
         reward.check_settings(self.rollout_skip.settings, config)
-        asynchronous.check_sources(self.rollout_skip.sources, mode)
+        asynchronous.check_sources(self.rollout_skip, mode)
         if self._is_on:
             check_fit(type(self))
         if mode != SYNC:
