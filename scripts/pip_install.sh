@@ -48,7 +48,9 @@ explain() {
         fail "the disk is full ($(($(free_kb "$VENV") / 1000)) MB free for $VENV, $(($(free_kb "$TEMPORARY") / 1000)) MB for $TEMPORARY;" \
             "about 3 GB are needed). Make room, or set VENV and TMPDIR to folders on another disk, and run make again"
     elif [[ $1 =~ $offline ]]; then
-        fail "pip cannot reach its package index${PIP_INDEX_URL:+ $PIP_INDEX_URL}. Check the network, the proxy and pip's settings" \
+        local index=${PIP_INDEX_URL:-}
+        index=${index/"//"*@/"//"} # without a password
+        fail "pip cannot reach its package index${index:+ $index}. Check the network, the proxy and pip's settings" \
             "(pip config list), and run make again; $LOG has pip's output"
     elif [[ $1 =~ 'ensurepip is not available' ]]; then
         fail "$PYTHON cannot create virtual environments. On Debian and Ubuntu: apt-get install python3-venv"

@@ -73,10 +73,10 @@ def test_no_python_at_all_is_one_line(tmp_path: Path) -> None:
 def test_no_network_is_one_line(venv: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
-        index = f"http://127.0.0.1:{unused.getsockname()[1]}/simple"
-        done = install(venv, "a-package-from-the-index", PIP_INDEX_URL=index)
+        index = f"127.0.0.1:{unused.getsockname()[1]}/simple"
+        done = install(venv, "a-package-from-the-index", PIP_INDEX_URL=f"http://me:password@{index}")
     assert done.returncode == 1
-    assert done.stderr.startswith(f"set-up failed: pip cannot reach its package index {index}.")
+    assert done.stderr.startswith(f"set-up failed: pip cannot reach its package index http://{index}.")
     assert len(done.stderr.splitlines()) == 1
     assert "a-package-from-the-index" in (venv / "setup.log").read_text()
 
