@@ -69,6 +69,10 @@ class UnsafePathError(StoreError):
     """A path would leave the run folder: a symbolic link, or something that is no regular file."""
 
 
+class QueueError(RolloutSkipError):
+    """TransferQueue does not give out what a rollout consists of."""
+
+
 class DumpError(StoreError):
     """One or more rollouts could not be written. Training can go on; they are not on disk.
 

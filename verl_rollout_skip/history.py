@@ -7,6 +7,7 @@ still those of the entry's prompts, but another policy wrote them, and the user 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,21 +16,28 @@ import torch
 import xxhash
 from tensordict import NonTensorStack
 
+from verl_rollout_skip.errors import RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
+
+logger = logging.getLogger(__name__)
 
 IDENTITY, HISTORY = "identity", "history"
 """What an entry's info calls them."""
 
+UNKNOWN = "unknown"
+"""The identity of a rollout that could not be read, and the history of every training that has learned from one. It is
+equal to none, not even to itself."""
+
 _START = "start"
 # What a rollout gives a training to learn from; everything else follows from these and from the prompts.
-_LEARNED_FROM = ("responses", "rm_scores")
+LEARNED_FROM = ("responses", "rm_scores")
 
 
 def identity_of(batch: Any) -> str:
     """The same for the same responses and rewards, in the same order. A batch, or its columns by name."""
     tensors = getattr(batch, "batch", batch)
     digest = xxhash.xxh3_128()
-    for name in _LEARNED_FROM if tensors is not None else ():
+    for name in LEARNED_FROM if tensors is not None else ():
         column = tensors.get(name, None)
         if column is None:
             continue
@@ -41,7 +49,20 @@ def identity_of(batch: Any) -> str:
 
 def proof_of(identity: str) -> Callable[[Mapping[str, Any]], str | None]:
     """Tells of the columns of a batch that had this identity whether they still have it, and names them if not."""
-    return lambda columns: None if identity_of(columns) == identity else " or ".join(_LEARNED_FROM)
+    return lambda columns: None if identity_of(columns) == identity else " or ".join(LEARNED_FROM)
+
+
+def identity_or_unknown(key: RolloutKey, batch: Any, failure: RolloutSkipError | None) -> str:
+    """The identity of a rollout; if it could not be read, so that there is no batch, the log says what that means."""
+    if batch is not None:
+        return identity_of(batch)
+    logger.warning(
+        "what was generated for %s is not known, so neither is what later steps have learned from: rollouts that are "
+        "loaded in them, or recorded and loaded by others, count as off-policy. %s",
+        key,
+        failure,
+    )
+    return UNKNOWN
 
 
 def _parts(column: Any) -> list[Any]:
@@ -82,6 +103,8 @@ class History:
 
 def extend(before: str | None, identities: list[str | None]) -> str | None:
     """The history after a step of these rollouts; None if anything of it is not known."""
+    if UNKNOWN in (before, *identities):
+        return UNKNOWN
     if before is None or None in identities:
         return None
     return xxhash.xxh3_128("\n".join([before, *map(str, identities)]).encode()).hexdigest()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -98,6 +99,7 @@ class RolloutSkipMixin(FollowedFit):
             self._driver_batch = None  # it was the one of this validation
             return self._generate_now(prompts)
         warn_outside_fit(self)
+        started = time.perf_counter()
         key = RolloutKey(self.global_steps, self._gen_batches)
         self._gen_batches += 1
         inputs = prompts if self._driver_batch is None else self._driver_batch.complete(prompts)
@@ -106,6 +108,8 @@ class RolloutSkipMixin(FollowedFit):
             DriverBatch.put_back(self._driver_batch, rollout.inputs, prompts)
         if rollout.hit and self.rollout_skip.settings.reward is Reward.RECOMPUTE:
             recompute_rewards(rollout.batch, rollout.inputs, self)
+        if rollout.hit:
+            self.rollout_skip.count_wait(rollout, time.perf_counter() - started)
         if key.gen_batch == 0:
             self._samples.log(key.step, rollout.batch, self.tokenizer)  # type: ignore[attr-defined]
         return rollout.batch

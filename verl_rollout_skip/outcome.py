@@ -7,6 +7,8 @@ from typing import Any
 
 from verl_rollout_skip.sizes import format_size
 
+LOAD_S, SAVED_S = "rollout_skip/load_s", "rollout_skip/saved_s"
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -42,6 +44,14 @@ class Statistics:
     @property
     def is_any(self) -> bool:
         return bool(self.hits or self.misses or self.left_out or self.dump_failures)
+
+    def count_wait(self, rollout: Rollout, seconds: float) -> dict[str, float]:
+        """A hit made the training wait for so many seconds in all; returns the metrics with them."""
+        loaded, saved = rollout.metrics[LOAD_S], rollout.metrics[SAVED_S]
+        metrics = {**rollout.metrics, LOAD_S: seconds, SAVED_S: max(saved + loaded - seconds, 0.0)}
+        self.load_s += seconds - loaded
+        self.saved_s += metrics[SAVED_S] - saved
+        return metrics
 
     def summary(self, stored_bytes: int) -> str:
         """One line for the end of a training."""

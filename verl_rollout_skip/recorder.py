@@ -23,9 +23,6 @@ from verl_rollout_skip.variants import Run
 
 logger = logging.getLogger(__name__)
 
-Complete = Callable[[], None]
-"""Adds to a batch what only its dump needs."""
-
 
 class Recorder:
     """Writes generated rollouts into today's own variant."""
@@ -39,18 +36,17 @@ class Recorder:
         self._accepted: set[RolloutKey] = set()
         self._steps_on_disk: set[int] | None = None
 
-    def dump(
-        self, key: RolloutKey, batch: Any, inputs: Any, info: dict[str, Any], complete: Complete | None = None
-    ) -> None:
-        """Record a rollout, unless the key is taken or enough steps are recorded. What ``complete`` raises is a failed
-        dump like any other."""
+    def accepts(self, key: RolloutKey) -> bool:
+        """Whether a rollout is to be dumped: nobody has its key, and not enough steps are recorded yet."""
         replace = self.run.settings.mode is Mode.REFRESH
         accepts: list[bool] = []
-        if not self._surface(lambda: accepts.append(self._accepts(key, replace))) or not accepts[0]:
-            return
+        return self._surface(lambda: accepts.append(self._accepts(key, replace))) and accepts[0]
+
+    def dump(self, key: RolloutKey, batch: Any, inputs: Any, info: dict[str, Any]) -> None:
+        """Record a rollout that was accepted."""
         if self._surface(lambda: self._begin(key)):
             self._accepted.add(key)
-            if not self._surface(lambda: self._put(key, batch, inputs, info, replace, complete)):
+            if not self._surface(lambda: self._put(key, batch, inputs, info)):
                 self._accepted.discard(key)
             self._count()
 
@@ -60,6 +56,14 @@ class Recorder:
             return self.store.snapshot(inputs)
         except RolloutSkipError:
             return shallow_copy(inputs)  # which the dump then fails with
+
+    def count_failure(self, failure: RolloutSkipError) -> None:
+        """A rollout that was accepted cannot be dumped: raise the reason, if it is to stop the training."""
+
+        def fail() -> None:
+            raise failure
+
+        self._surface(fail)
 
     def _accepts(self, key: RolloutKey, replace: bool) -> bool:
         if not replace and key in self.store:
@@ -81,17 +85,8 @@ class Recorder:
             if self._recording is not None:
                 self._write_down(self._recording, [key.step for key in self._accepted])
 
-    def _put(
-        self,
-        key: RolloutKey,
-        batch: Any,
-        inputs: Any,
-        info: dict[str, Any],
-        replace: bool,
-        complete: Complete | None,
-    ) -> None:
-        if complete is not None:
-            complete()
+    def _put(self, key: RolloutKey, batch: Any, inputs: Any, info: dict[str, Any]) -> None:
+        replace = self.run.settings.mode is Mode.REFRESH
         try:
             proof = proof_of(info[IDENTITY])
             self.store.put(key, batch, inputs=inputs, info=info, replace=replace, proof=proof)

@@ -29,12 +29,12 @@ from verl_rollout_skip.errors import (
     UnsafePathError,
     UnsupportedBatchError,
 )
-from verl_rollout_skip.history import HISTORY, IDENTITY, History, extend, identity_of
+from verl_rollout_skip.history import HISTORY, IDENTITY, UNKNOWN, History, extend, identity_or_unknown
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import CONFIG_HASH, explain_foreign
 from verl_rollout_skip.missing import explain_key, explain_taken, places
 from verl_rollout_skip.modes import Mode, Prompts
-from verl_rollout_skip.outcome import Rollout, Statistics
+from verl_rollout_skip.outcome import LOAD_S, SAVED_S, Rollout, Statistics
 from verl_rollout_skip.prompts import (
     SAMPLING,
     OtherInput,
@@ -44,7 +44,7 @@ from verl_rollout_skip.prompts import (
     why_no_replacement,
     why_not_same,
 )
-from verl_rollout_skip.recorder import Complete, Recorder
+from verl_rollout_skip.recorder import Recorder
 from verl_rollout_skip.store.store import LoadedEntry, RolloutStore
 from verl_rollout_skip.variants import Run, Source, open_run, own_source, resolve_prompts
 
@@ -105,7 +105,8 @@ class RolloutSkip:
         given = self._recorder.snapshot(inputs) if self._recorder is not None else inputs
         started = time.perf_counter()
         batch = generate(inputs)
-        metrics = self.record(key, batch, given, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        metrics = self.record(key, batch, given, seconds, dump=self.will_dump(key))
         return Rollout(batch, inputs, False, metrics)
 
     def covers(self, key: RolloutKey) -> bool:
@@ -126,34 +127,53 @@ class RolloutSkip:
             raise EntryNotFoundError(explain_key(key, self.recorded_keys(), self.settings.mode, self.sources))
         return loaded
 
-    def pass_by(self, key: RolloutKey, batch: Any) -> None:
-        """Take note of a rollout step that is neither loaded nor recorded: later ones depend on it."""
+    def will_dump(self, key: RolloutKey) -> bool:
+        """Whether the rollout that was just generated for a key is to be dumped, which ``record`` is then to be told.
+
+        Asked once, because a key that another rollout has is reported and counted.
+        """
+        return self._recorder is not None and self._recorder.accepts(key)
+
+    def pass_by(self, key: RolloutKey, batch: Any, failure: RolloutSkipError | None = None) -> None:
+        """Take note of a rollout step that is neither loaded nor recorded: later ones depend on it.
+
+        ``batch`` is None if it could not be read, and ``failure`` says why.
+        """
         if self.settings.mode is not Mode.OFF:
             self.statistics.left_out += 1
-            self._history.add(key, identity_of(batch), self._recorded_history(key.step))
+            self._history.add(key, identity_or_unknown(key, batch, failure), self._recorded_history(key.step))
 
     def record(
-        self, key: RolloutKey, batch: Any, inputs: Any, seconds: float, complete: Complete | None = None
+        self,
+        key: RolloutKey,
+        batch: Any,
+        inputs: Any,
+        seconds: float,
+        dump: bool,
+        failure: RolloutSkipError | None = None,
     ) -> dict[str, float]:
-        """Count and dump what was generated in so many seconds; returns the metrics of the step.
+        """Count what was generated in so many seconds, and dump it if it is to be; returns the metrics of the step.
 
-        ``complete`` is called before the batch is dumped, if it is. What it raises is a failed dump.
+        ``failure`` says why it cannot be dumped; ``batch`` is None if that is because it could not be read.
         """
         self.statistics.misses += 1
         self.statistics.generate_s += seconds
-        identity = identity_of(batch)
+        identity = identity_or_unknown(key, batch, failure)
         self._history.add(key, identity, self._recorded_history(key.step))
-        if self._recorder is not None:
-            info = {
-                "generate_s": round(seconds, 6),
-                CONFIG_HASH: self.run.fingerprint.config_hash,
-                "training_hash": self.run.fingerprint.training_hash,
-                IDENTITY: identity,
-                HISTORY: self._history.before(key.step),
-                SAMPLING: sampling_of(inputs),
-            }
-            self._recorder.dump(key, batch, inputs, info, complete)
-            self._close_at_exit()
+        if self._recorder is not None and dump:
+            if failure is not None:
+                self._recorder.count_failure(failure)
+            else:
+                info = {
+                    "generate_s": round(seconds, 6),
+                    CONFIG_HASH: self.run.fingerprint.config_hash,
+                    "training_hash": self.run.fingerprint.training_hash,
+                    IDENTITY: identity,
+                    HISTORY: self._history.before(key.step),
+                    SAMPLING: sampling_of(inputs),
+                }
+                self._recorder.dump(key, batch, inputs, info)
+                self._close_at_exit()
         metrics = {
             "rollout_skip/hit": 0.0,
             "rollout_skip/dump_bytes": float(self._stored_bytes()),
@@ -162,6 +182,15 @@ class RolloutSkip:
         meta = getattr(batch, "meta_info", None)
         if meta is not None:
             meta["timing"] = {**(meta.get("timing") or {}), **metrics}
+        return metrics
+
+    def count_wait(self, rollout: Rollout, seconds: float) -> dict[str, float]:
+        """The training has a loaded rollout, so many seconds after it asked for it; returns the metrics of the step.
+
+        For trainers that have to do more with a rollout than to load it.
+        """
+        metrics = self.statistics.count_wait(rollout, seconds)
+        _replace_timings(rollout.batch, metrics)
         return metrics
 
     @property
@@ -353,8 +382,8 @@ class RolloutSkip:
         self.statistics.off_policy += off_policy
         return {
             "rollout_skip/hit": 1.0,
-            "rollout_skip/load_s": seconds,
-            "rollout_skip/saved_s": saved,
+            LOAD_S: seconds,
+            SAVED_S: saved,
             "rollout_skip/dump_failures": float(self.statistics.dump_failures),
             "rollout_skip/off_policy": float(off_policy),
         }
@@ -368,15 +397,21 @@ class RolloutSkip:
 
     def _has_other_history(self, key: RolloutKey, entry: LoadedEntry) -> bool:
         recorded, current = entry.record.info.get(HISTORY), self._history.before(key.step)
-        if recorded is None or current is None or recorded == current:
+        if recorded is None or current is None or (recorded == current and current != UNKNOWN):
             return False
         if not self._other_history_told:
             self._other_history_told = True
+            fact = "was recorded after other rollouts than this training has learned from"
+            reason = "some were generated again, or are loaded more than once"
+            if UNKNOWN in (recorded, current):
+                which = "this" if current == UNKNOWN else "the recorded"
+                fact = "may have been recorded after other rollouts than this training has learned from"
+                reason = f"one of {which} training could not be read when it was generated"
             logger.warning(
-                "%s was recorded after other rollouts than this training has learned from, because some were generated "
-                "again, or are loaded more than once. From here on loaded rollouts may be off-policy "
-                "(rollout_skip/off_policy)",
+                "%s %s, because %s. From here on loaded rollouts may be off-policy (rollout_skip/off_policy)",
                 key,
+                fact,
+                reason,
             )
         return True
 

@@ -50,6 +50,24 @@ def test_a_recording_says_which_kind_of_trainer_made_it_whatever_the_setting_say
     assert trainings.run("replay", "trainer.use_v1=False").hits == [1.0, 1.0, 1.0]
 
 
+def test_all_that_a_step_waits_for_counts_as_loading(trainings: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that a reward function sets forward."""
+    trainings.run("record")
+    passed = [0.0]
+    clock = time.perf_counter
+
+    def slow_rewards(*_: Any) -> None:
+        passed[0] += 1000
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + passed[0])
+    monkeypatch.setattr("verl_rollout_skip.mixin.recompute_rewards", slow_rewards)
+    cached = trainings.run("cache", "rollout_skip.reward=recompute")
+    assert cached.hits == [1.0, 1.0, 1.0]
+    assert all(metrics["timing_s/rollout_skip/load_s"] >= 1000 for metrics in cached.metrics.values())
+    assert all(metrics["timing_s/rollout_skip/saved_s"] == 0 for metrics in cached.metrics.values())
+    assert cached.said("3 loaded in 3000.")
+
+
 def test_a_recording_that_ended_early_is_completed(trainings: Trainings) -> None:
     plain = trainings.run(None)
     trainings.run("record")

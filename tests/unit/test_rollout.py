@@ -520,3 +520,15 @@ def test_a_loop_that_forgets_to_close_its_recording_waits_at_exit_and_says_so(tr
     assert store_of(training).keys() == [K1, K2, K3]
     [recording] = Manifest.load(str(training.variants()[0])).recordings
     assert recording["steps"] == [1, 2, 3]
+
+
+def test_the_time_that_a_trainer_needs_with_a_loaded_rollout_counts_as_waiting(training: Training) -> None:
+    training.record(K1)
+    with training.open("cache") as run:
+        rollout = run.step(K1, inputs_of(K1), never)
+        rollout.metrics.update({"rollout_skip/load_s": 1.0, "rollout_skip/saved_s": 9.0})
+        run.statistics.load_s, run.statistics.saved_s = 1.0, 9.0
+        metrics = run.count_wait(rollout, seconds=4.0)
+    assert (metrics["rollout_skip/load_s"], metrics["rollout_skip/saved_s"]) == (4.0, 6.0)
+    assert (run.statistics.load_s, run.statistics.saved_s) == (4.0, 6.0)
+    assert rollout.batch.meta_info["timing"] == metrics

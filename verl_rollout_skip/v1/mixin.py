@@ -18,9 +18,10 @@ from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from verl_rollout_skip.config import take_out_skip_keys
-from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
+from verl_rollout_skip.config import BLOCK, take_out_skip_keys
+from verl_rollout_skip.errors import InertError, RolloutSkipError, UnsupportedTrainerError
 from verl_rollout_skip.fit import FollowedFit, follow_class, warn_outside_fit
+from verl_rollout_skip.history import LEARNED_FROM
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode, Reward
@@ -52,6 +53,16 @@ class RolloutSkipMixin(FollowedFit):
         follow_class(type(self))
         mode = base_mode(type(self))
         self.rollout_skip = RolloutSkip.open(copy.deepcopy(config), trainer=type(self))
+        if not self._is_on:
+            reason = f"{BLOCK}.mode is off" if BLOCK in config else f"the configuration has no block {BLOCK}"
+            logger.info(
+                "%s records and replays nothing, because %s. To record, set %s.mode=cache and %s.dump_dir (with + "
+                "before them if there is no such block).",
+                type(self).__name__,
+                reason,
+                BLOCK,
+                BLOCK,
+            )
         reward.check_settings(self.rollout_skip.settings, config)
         asynchronous.check_sources(self.rollout_skip, mode)
         if self._is_on:
@@ -138,6 +149,7 @@ class RolloutSkipMixin(FollowedFit):
         if partition_id != sampled.PARTITION:
             return self._sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
         warn_outside_fit(self)
+        started = time.perf_counter()
         key = self._next_key()
         rollout = None
         if self.rollout_skip.covers(key) and (self._holds_back or self.rollout_skip.settings.mode is not Mode.CACHE):
@@ -146,7 +158,7 @@ class RolloutSkipMixin(FollowedFit):
             finally:
                 if rollout is None:
                     self._undraw()
-        return self._generate(key, batch_size) if rollout is None else self._put(rollout)
+        return self._generate(key, batch_size) if rollout is None else self._put(rollout, started)
 
     def _next_key(self) -> RolloutKey:
         step, last = self.global_steps, self._last_key  # type: ignore[attr-defined]
@@ -201,7 +213,7 @@ class RolloutSkipMixin(FollowedFit):
         difference = row_difference(entry, places.index(place), self._in_flight.rows([place]), 0)
         raise OtherInput(f"{text} is another one now:\n{difference}")
 
-    def _put(self, rollout: Rollout) -> tuple[KVBatchMeta, dict[str, Any]]:
+    def _put(self, rollout: Rollout, started: float) -> tuple[KVBatchMeta, dict[str, Any]]:
         """A hit: what was recorded is in TransferQueue when this returns, as if it had been generated."""
         if self.rollout_skip.settings.reward is Reward.RECOMPUTE:
             reward.recompute_rewards(rollout.batch, rollout.inputs, self)
@@ -215,7 +227,7 @@ class RolloutSkipMixin(FollowedFit):
         self._held.clear()
         self._in_flight.settle(sample.gone)
         self._never_sent = len(self._in_flight)
-        self._step_metrics.append(rollout.metrics)
+        self._step_metrics.append(self.rollout_skip.count_wait(rollout, time.perf_counter() - started))
         self._log_samples(rollout.batch)
         return batch, dict(sample.metrics)
 
@@ -247,22 +259,35 @@ class RolloutSkipMixin(FollowedFit):
     def _record(self, key: RolloutKey, batch: KVBatchMeta, metrics: dict[str, Any], seconds: float) -> None:
         uids = [sampled.Trajectory.parse(key).uid for key in batch.keys]
         places = self._in_flight.places(uids)
-        gone = self._in_flight.gone(uids, sampled.waiting_prompts())
-        if self.rollout_skip.covers(key):
-            fields, partial = sampled.fetch(batch)
-            reported = asynchronous.joined(self._prepared, metrics)
-
-            def complete() -> None:
+        covered = self.rollout_skip.covers(key)
+        dump = covered and self.rollout_skip.will_dump(key)
+        gone = sorted(set(places))
+        fields: TensorDict | None = None
+        inputs: TensorDict | None = None
+        failure: RolloutSkipError | None = None
+        try:
+            gone = self._in_flight.gone(uids, sampled.waiting_prompts())
+            fields, partial = sampled.fetch(batch, None if dump else self._needed_fields(covered))
+            if dump:
                 drawn = [prompt.digest for prompt in self._in_flight.drawn]
+                reported = asynchronous.joined(self._prepared, metrics)
                 sampled.pack(fields, batch, places, sampled.Sample(drawn, gone, reported, partial))
-
-            inputs = self._in_flight.rows(places)
-            self._step_metrics.append(self.rollout_skip.record(key, fields, inputs, seconds, complete))
-            self._log_samples(fields)
+                inputs = self._in_flight.rows(places)
+        except RolloutSkipError as error:
+            failure = error
+        if covered:
+            self._step_metrics.append(self.rollout_skip.record(key, fields, inputs, seconds, dump, failure))
         else:
-            self.rollout_skip.pass_by(key, sampled.fetch(batch)[0])
+            self.rollout_skip.pass_by(key, fields, failure)
+        if covered and fields is not None:
+            self._log_samples(fields)
         self._in_flight.settle(gone)
         self._prepared = {}
+
+    def _needed_fields(self, covered: bool) -> tuple[str, ...]:
+        """What is looked at in a rollout that is not dumped."""
+        shows_samples = covered and self._samples.is_on and self._last_key.gen_batch == 0
+        return (*LEARNED_FROM, "prompts") if shows_samples else LEARNED_FROM
 
     def _log_samples(self, batch: TensorDict) -> None:
         if self._last_key.gen_batch == 0:
