@@ -42,8 +42,12 @@ _HOMES = {
     "SkipPPOTrainer": "verl_rollout_skip.trainers",
 }
 
+_NEED_VERL = ("RolloutSkipMixin", "SkipDAPOTrainer", "SkipPPOTrainer")
+
 
 def __getattr__(name: str) -> Any:
+    if name in _NEED_VERL:
+        import_module("verl")  # first: it imports modules of the user, which may want these names as well
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,12 +27,14 @@ assert not any(name.partition(".")[0] in ("verl", "verl_rollout_skip") for name 
 def found(names, external):
     os.environ["VERL_USE_EXTERNAL_MODULES"] = external
     for name in names:
-        importlib.import_module(name)
+        module, _, attribute = name.partition(":")
+        imported = importlib.import_module(module)
+        assert not attribute or getattr(imported, attribute)
     from omegaconf import OmegaConf
     from verl.trainer.ppo import v1
     from verl.trainer.ppo.v1 import trainer_base
 
-    modes = ["skip_sync", "skip_colocate_async", "skip_separate_async"] + (["my_mode"] if external else [])
+    modes = ["skip_sync", "skip_colocate_async", "skip_separate_async"] + (["my_mode"] if "my_m" in external else [])
     classes = {mode: v1.get_trainer_cls(mode) for mode in modes}
     assert classes == {mode: trainer_base.get_trainer_cls(mode) for mode in modes}
     asking = OmegaConf.create({"rollout_skip": {"mode": "cache", "dump_dir": "/tmp"}, "trainer": {}})
@@ -40,7 +42,8 @@ def found(names, external):
         v1.PPOTrainerSync(asking)
     except Exception as error:
         refused = type(error).__name__
-    return {"refused": refused, **{mode: [kind.__name__ for kind in made.__mro__] for mode, made in classes.items()}}
+    named = {mode: [kind.__name__ for kind in (made, *made.__bases__)] for mode, made in classes.items()}
+    return {"refused": refused, **named}
 
 
 for number, order in enumerate(json.loads(sys.argv[1])):
@@ -63,7 +66,18 @@ ORDERS = {
     "this package, with the example": (["verl_rollout_skip.v1.mixin"], "my_module"),
     "the trainers of this package, with the example": (["verl_rollout_skip.v1.trainers"], "my_module"),
     "the plugin, with the example": (["verl_rollout_skip.v1.plugin", "my_module"], "my_module"),
+    "a class, with one derived from it": (["verl_rollout_skip.v1:SkipPPOTrainerSync"], "my_subclass"),
+    "a V0 class, with one derived from it": (["verl_rollout_skip:SkipPPOTrainer"], "my_v0_subclass"),
+    "the V0 mixin, with a class that has it": (["verl_rollout_skip:RolloutSkipMixin"], "my_v0_subclass"),
 }
+SUBCLASS = """
+from verl_rollout_skip.v1 import SkipPPOTrainerSync
+class Mine(SkipPPOTrainerSync): ...
+"""
+V0_SUBCLASS = """
+from verl_rollout_skip import RolloutSkipMixin, SkipPPOTrainer
+class Mine(SkipPPOTrainer): ...
+"""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +86,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("imports")
     (example,) = (block for block in blocks_of(ROOT / "docs" / "v1.md") if "my_mode" in block.text)
     (folder / "my_module.py").write_text(example.text)
+    (folder / "my_subclass.py").write_text(SUBCLASS)
+    (folder / "my_v0_subclass.py").write_text(V0_SUBCLASS)
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, "program.py", json.dumps(list(ORDERS.values()))]
     env = {**os.environ, "PYTHONWARNINGS": "ignore"}
@@ -87,7 +103,6 @@ def test_all_modes_are_found_in_any_order_of_imports(outcomes: dict[str, Any], o
     found = outcomes[order]
     assert isinstance(found, dict), found
     assert found.pop("refused") == "InertError"
-    names = {mode: kinds[:3] for mode, kinds in found.items()}
     expected = {
         "skip_sync": ["SkipPPOTrainerSync", "RolloutSkipMixin", "PPOTrainerSync"],
         "skip_colocate_async": ["SkipPPOTrainerColocateAsync", "RolloutSkipMixin", "PPOTrainerColocateAsync"],
@@ -95,4 +110,4 @@ def test_all_modes_are_found_in_any_order_of_imports(outcomes: dict[str, Any], o
     }
     if "example" in order:
         expected["my_mode"] = ["MyTrainer", "RolloutSkipMixin", "PPOTrainerSync"]
-    assert names == expected
+    assert found == expected

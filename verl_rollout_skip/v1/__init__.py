@@ -19,8 +19,10 @@ __all__ = ["RolloutSkipMixin", "SkipPPOTrainerColocateAsync", "SkipPPOTrainerSep
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "mixin" if name == "RolloutSkipMixin" else "trainers"
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    if name == "RolloutSkipMixin":
+        return import_module(f"{__name__}.mixin").RolloutSkipMixin
+    import_module("verl")  # first: it imports modules of the user, which may want these names as well
+    return getattr(import_module(f"{__name__}.trainers"), name)
 
 
 def __dir__() -> list[str]:
