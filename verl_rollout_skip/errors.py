@@ -98,7 +98,8 @@ class ChangedBatchError(DumpError):
         super().__init__(
             f"{shown} changed in place while the dump waited, and only what was generated may be recorded. Training is "
             "not affected; the step will have to be generated again. Later steps are copied whole before they are "
-            "written, which takes longer; to avoid that, change a clone of the tensor in the trainer."
+            "written, which takes longer. To record every step, change a clone of the tensor in the trainer, or write "
+            "with background=False, before the training goes on."
         )
 
 

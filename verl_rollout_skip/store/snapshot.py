@@ -108,7 +108,7 @@ class Snapshot:
         return self._share(name, tensor if tensor.is_nested else tensor.detach())
 
     def array(self, array: np.ndarray) -> np.ndarray:
-        """A column of numbers: small."""
+        """A copy of a column of numbers, which is small: reward extras, counts of turns."""
         return array.copy()
 
     def cells(self, name: str, rows: list[list[Any]]) -> None:
