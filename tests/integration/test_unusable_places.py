@@ -14,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.trainings import Engine, Training, contents, inputs_of, never
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import ConfigError, EntryNotFoundError, UnsafePathError
+from verl_rollout_skip.steps import TrainingSteps, check_steps
 
 K1, K2, K3 = (RolloutKey(step) for step in range(1, 4))
 
@@ -115,7 +116,7 @@ def test_a_linked_step_folder_is_generated_and_the_training_goes_on(
 def test_a_linked_step_folder_in_a_replay_is_an_error_that_names_it(training: Training, linked: Path) -> None:
     with training.open("replay") as replay:
         with pytest.raises(EntryNotFoundError, match=r"step_000002.* is a symbolic link"):
-            replay.check_steps(range(1, 4))
+            check_steps(replay, TrainingSteps(3))
         assert replay.step(K1, inputs_of(K1), never).hit, "and the step before it is loaded all the same"
         with pytest.raises(UnsafePathError, match=r"step_000002.* is a symbolic link"):
             replay.step(K2, inputs_of(K2), never)
