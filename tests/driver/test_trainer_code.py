@@ -48,7 +48,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def trainer(module: str = "own_trainer", name: str = "OwnTrainer") -> type:
     """As a new process would import it."""
-    for stale in ("signs", "own_trainer"):
+    for stale in ("signs", "own_trainer", "moved"):
         sys.modules.pop(stale, None)
     importlib.invalidate_caches()
     sys.dont_write_bytecode = True  # two versions of a file within a second would be one
