@@ -15,11 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.verl_configs import compose_ppo
 from verl_rollout_skip.config import SkipConfig, run_name, take_out_skip_keys
+from verl_rollout_skip.contents import identities_for
 from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.fingerprint import difference, flatten, make_fingerprint, plain
 from verl_rollout_skip.layout import gpu_layout
 from verl_rollout_skip.modes import Mode
-from verl_rollout_skip.rules import Effect, identities_for, rule_for
+from verl_rollout_skip.rules import Effect, rule_for
 from verl_rollout_skip.secrets import mask
 
 VERSIONS = ("0.8.0", "0.7.1", "0.6.1")
