@@ -17,7 +17,6 @@ from tests.verl_configs import compose_ppo
 from verl_rollout_skip.config import SkipConfig, run_name, take_out_skip_keys
 from verl_rollout_skip.contents import identities_for
 from verl_rollout_skip.errors import ConfigError
-from verl_rollout_skip.contents import identities_for
 from verl_rollout_skip.fingerprint import difference, flatten, make_fingerprint, plain
 from verl_rollout_skip.layout import gpu_layout
 from verl_rollout_skip.modes import Mode
