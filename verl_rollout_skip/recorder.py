@@ -57,11 +57,11 @@ class Recorder:
         except RolloutSkipError:
             return shallow_copy(inputs)  # which the dump then fails with
 
-    def count_failure(self, failure: RolloutSkipError) -> None:
+    def count_failure(self, key: RolloutKey, failure: RolloutSkipError) -> None:
         """A rollout that was accepted cannot be dumped: raise the reason, if it is to stop the training."""
 
         def fail() -> None:
-            raise failure
+            raise type(failure)(f"{key}: {failure}") from failure
 
         self._surface(fail)
 

@@ -162,7 +162,7 @@ class RolloutSkip:
         self._history.add(key, identity, self._recorded_history(key.step))
         if self._recorder is not None and dump:
             if failure is not None:
-                self._recorder.count_failure(failure)
+                self._recorder.count_failure(key, failure)
             else:
                 info = {
                     "generate_s": round(seconds, 6),

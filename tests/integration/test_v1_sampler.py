@@ -204,7 +204,7 @@ def test_a_failed_read_ends_a_training_that_must_record_everything(
     trainings: Trainings, monkeypatch: pytest.MonkeyPatch, read: str
 ) -> None:
     use(Queue(**{read: 2}), monkeypatch)
-    with pytest.raises(QueueError, match="TransferQueue cannot be read: RuntimeError: storage unit 3 does not answer"):
+    with pytest.raises(QueueError, match=r"step 2, .*: TransferQueue cannot be read: RuntimeError: storage unit 3"):
         trainings.train("record")
 
 
@@ -221,7 +221,7 @@ def test_a_step_that_is_not_recorded_is_not_harmed_by_a_failed_read(
 
 
 @pytest.mark.parametrize(
-    ("setting", "whole"), [("steps=[2]", [2]), ("max_dump_steps=1", [1]), ("steps=[9]", []), ("steps=all", [1, 2, 3])]
+    ("setting", "whole"), [("steps=[2]", [2]), ("max_dump_steps=1", [1]), ("steps=all", [1, 2, 3])]
 )
 def test_of_steps_that_are_not_recorded_only_what_their_lineage_needs_is_read(
     trainings: Trainings, monkeypatch: pytest.MonkeyPatch, setting: str, whole: list[int]
