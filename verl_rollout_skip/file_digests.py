@@ -50,20 +50,21 @@ def digest_files(files: Sequence[Path]) -> list[str | None]:
 
 def blob_digest(file: Path) -> str | None:
     """The SHA-256 that a file in the Hugging Face cache is named after; None for any other file."""
-    if not file.is_symlink():
+    if not os.path.islink(file):
         return None
     target = Path(os.path.realpath(file))
-    is_blob = target.parent.name == "blobs" and _SHA256.fullmatch(target.name) and target.is_file()
+    is_blob = target.parent.name == "blobs" and _SHA256.fullmatch(target.name) and os.path.isfile(target)
     return target.name if is_blob else None
 
 
 def cache_folder() -> Path:
     """Where digests are remembered: ``$VERL_ROLLOUT_SKIP_CACHE``, or the user's cache folder."""
     given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "verl_rollout_skip"
+    folder = given or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "verl_rollout_skip")
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{folder} does not exist, because this user has no home folder") from error
 
 
 def _size(file: Path) -> int | None:
@@ -173,9 +174,8 @@ class _Progress:
         seconds = time.monotonic() - self._started
         if self._unwritable is not None:
             logger.warning(
-                "digests cannot be remembered in %s, so the same files are read again next time: %s. Set %s to a "
-                "folder that you can write to",
-                cache_folder(),
+                "digests cannot be remembered, so the same files are read again next time: %s. Set %s to a folder that "
+                "you can write to",
                 self._unwritable,
                 CACHE_VARIABLE,
             )
@@ -218,8 +218,8 @@ def _entry(path: str) -> Path:
 
 def _remembered(file: Path, stat: os.stat_result) -> str | None:
     path = os.path.realpath(file)
-    entry = _entry(path)
     try:
+        entry = _entry(path)
         fields = json.loads(entry.read_bytes())
         digest = fields["sha256"]
         if fields != _fields(path, stat, digest):

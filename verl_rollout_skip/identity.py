@@ -91,7 +91,7 @@ def file_identity(path: str) -> str:
 
 def _file_identity(path: str, sampled: bool) -> str:
     file = Path(os.path.expanduser(path))
-    if file.is_dir():
+    if os.path.isdir(file):
         return _folder_identity(path, lambda name: not _matches(name, _HIDDEN))
     try:
         size = file.stat().st_size
@@ -106,8 +106,8 @@ def _file_identity(path: str, sampled: bool) -> str:
 
 def _folder_identity(path: str, counts: Callable[[str], bool], sampled: bool = False) -> str:
     folder = Path(os.path.expanduser(path))
-    if not folder.is_dir():
-        return _file_identity(path, sampled) if folder.is_file() else name_identity(path)
+    if not os.path.isdir(folder):
+        return _file_identity(path, sampled) if os.path.isfile(folder) else name_identity(path)
     files = sorted(_files(folder, counts))
     names = [file.relative_to(folder).as_posix() for file in files]
     sizes = [_size(file) for file in files]
@@ -133,7 +133,10 @@ def _size(file: Path) -> int:
 
 def _files(folder: Path, counts: Callable[[str], bool]) -> Iterable[Path]:
     seen: set[str] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    unreadable: list[Path] = []
+    for parent, folders, names in os.walk(
+        folder, followlinks=True, onerror=lambda error: unreadable.append(Path(error.filename))
+    ):
         real = os.path.realpath(parent)
         if real in seen:
             folders.clear()  # a link that leads back
@@ -141,6 +144,7 @@ def _files(folder: Path, counts: Callable[[str], bool]) -> Iterable[Path]:
         seen.add(real)
         folders[:] = sorted(name for name in folders if not _matches(name, _HIDDEN))
         yield from (Path(parent, name) for name in names if counts(name))
+    yield from unreadable
 
 
 def is_tokenizer_file(name: str) -> bool:

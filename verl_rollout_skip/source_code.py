@@ -75,7 +75,8 @@ def _parts_of_config(file: Path, seen: set[Path]) -> list[str]:
     texts = sorted(set(_texts(tree)))
     modules = sorted({name.rpartition(".")[0] for is_class, name in texts if is_class} - {""})
     parts = [file_identity(str(file)), *map(module_identity, modules)]
-    for named in [Path(text).expanduser() for is_class, text in texts if not is_class and _is_file(text)]:
+    paths = [os.path.expanduser(text) for is_class, text in texts if not is_class]
+    for named in [Path(path) for path in paths if os.path.isfile(path)]:
         if named.resolve() in seen:
             continue
         if named.suffix in _CONFIG_FILES and named.stat().st_size <= _MAX_CONFIG_BYTES:
@@ -85,13 +86,6 @@ def _parts_of_config(file: Path, seen: set[Path]) -> list[str]:
             identify = code_identity if named.suffix == ".py" else file_identity
             parts.append(f"{named.name}, {identify(str(named))}")
     return parts
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).expanduser().is_file()
-    except (OSError, ValueError, RuntimeError):
-        return False  # too long for a path, or no path at all
 
 
 def _texts(tree: Any, key: Any = None) -> Iterator[tuple[bool, str]]:
@@ -135,7 +129,7 @@ def _class_file(kind: type) -> str | None:
 
 
 def _text_identity(file: str | None) -> str:
-    if file is not None and Path(file).is_file():
+    if file is not None and os.path.isfile(file):
         return f": {code_identity(file)}"
     text = "".join(linecache.getlines(file or ""))  # a cell of a notebook
     return f": a cell, digest {xxhash.xxh3_128(text.encode()).hexdigest()}" if text else f" ({UNREADABLE})"
@@ -160,14 +154,23 @@ def _imports_identity(file: Path) -> str:
     """The modules that a file imports, directly or not; empty if it imports none of its own project."""
     home = file.parent.resolve()
     file = home / file.name
-    digests = {module: xxhash.xxh3_128(module.read_bytes()).hexdigest() for module in _imported(file)}
-    modules = sorted((_relative(module, home), digest) for module, digest in digests.items())
+    modules = sorted((_relative(module, home), _digest(module)) for module in _imported(file))
     if not modules:
         return ""
     if len(modules) <= _NAMED:
-        return ", with " + ", ".join(f"{name} {digest[:8]}" for name, digest in modules)
+        return ", with " + ", ".join(f"{name} {digest[:8] if digest else UNREADABLE}" for name, digest in modules)
     whole = xxhash.xxh3_128("\n".join(f"{name} {digest}" for name, digest in modules).encode()).hexdigest()
-    return f", with {len(modules)} modules that it imports, digest {whole}"
+    unreadable = [name for name, digest in modules if not digest]
+    lost = f" ({', '.join(unreadable)}: {UNREADABLE})" if unreadable else ""
+    return f", with {len(modules)} modules that it imports, digest {whole}{lost}"
+
+
+def _digest(module: Path) -> str:
+    """Empty if it cannot be read."""
+    try:
+        return xxhash.xxh3_128(module.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _imported(file: Path) -> set[Path]:
@@ -242,7 +245,7 @@ def _found_by_finders(top: str, *_search_path: str) -> tuple[Path, ...]:
 def _search_path(here: str, *entries: str) -> tuple[Path, ...]:
     """The folders of projects among those in which Python looks: no standard library, no installed packages."""
     folders = [Path(here, entry).resolve() for entry in entries]
-    return tuple(folder for folder in folders if folder.is_dir() and not _is_installed(folder))
+    return tuple(folder for folder in folders if os.path.isdir(folder) and not _is_installed(folder))
 
 
 def _is_installed(path: Path) -> bool:
@@ -261,13 +264,13 @@ def _modules(folder: Path, parts: list[str]) -> Iterator[Path]:
 def _file_in(folder: Path, parts: list[str]) -> Path | None:
     place = folder.joinpath(*parts)
     candidates = (place / "__init__.py", place.with_name(f"{place.name}.py"))
-    return next((file for file in candidates if file.is_file()), None)
+    return next((file for file in candidates if os.path.isfile(file)), None)
 
 
 def _package_root(file: Path) -> Path:
     """The folder that the outermost package of a module is in."""
     root = file.parent
-    while (root / "__init__.py").is_file() and root != root.parent:
+    while os.path.isfile(root / "__init__.py") and root != root.parent:
         root = root.parent
     return root
 

@@ -173,11 +173,25 @@ def test_a_cache_that_cannot_be_written_costs_time_and_nothing_else(
 ) -> None:
     cache.write_text("a file where the folder should be")
     assert digest_files([shard]) == [sha256(shard)]
-    assert "digests cannot be remembered in" in caplog.text
+    assert "digests cannot be remembered" in caplog.text
     assert "VERL_ROLLOUT_SKIP_CACHE" in caplog.text
 
 
 @pytest.mark.usefixtures("later")
+@pytest.mark.usefixtures("later")
+def test_a_user_without_a_home_folder_can_train(
+    shard: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that runs under an arbitrary user id."""
+    for name in ("VERL_ROLLOUT_SKIP_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert digest_files([shard]) == [sha256(shard)]
+    assert "digests cannot be remembered" in caplog.text
+    assert "no home folder" in caplog.text
+    assert "Set VERL_ROLLOUT_SKIP_CACHE to a folder that you can write to" in caplog.text
+
+
 def test_many_processes_can_remember_at_once(tmp_path: Path, cache: Path) -> None:
     files = [tmp_path / f"{number}.safetensors" for number in range(4)]
     for file in files:

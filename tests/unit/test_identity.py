@@ -288,3 +288,16 @@ def test_code_in_a_package_is_found_without_being_imported(tmp_path: Path, monke
     assert "my_rewards_of_test" not in sys.modules
     assert module_identity("my_rewards_of_test.gone") == f"my_rewards_of_test.gone ({UNREADABLE})"
     assert module_identity("no_such_package_anywhere") == f"no_such_package_anywhere ({UNREADABLE})"
+
+
+def test_a_folder_inside_a_model_that_cannot_be_listed_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model / "private").mkdir()
+    listed = os.scandir
+
+    def refuse(folder: str) -> object:
+        if str(folder).endswith("private"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert f"(private: {UNREADABLE})" in model_identity(str(model))

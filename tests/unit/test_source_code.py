@@ -200,3 +200,19 @@ def test_classes_that_are_installed_or_add_nothing_do_not_count() -> None:
 
     assert class_identity(Bare) == ""
     assert class_identity(pytest.MonkeyPatch) == ""
+
+
+def test_folders_on_the_search_path_that_cannot_be_looked_into_are_passed_over(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = code_identity(str(project / "reward.py"))
+    monkeypatch.syspath_prepend(str(project / ("x" * 300)))  # no file system has such long names
+    assert code_identity(str(project / "reward.py")) == before
+    (project / "long.py").write_text(f"import {'x' * 300}\n")
+    assert code_identity(str(project / "long.py")) == file_identity(str(project / "long.py"))
+
+
+def test_an_imported_module_that_cannot_be_read_is_named(project: Path) -> None:
+    (project / "tables.py").unlink()
+    (project / "tables.py").symlink_to("/proc/self/mem")  # readable by its mode, and reading it fails
+    assert f"tables.py {UNREADABLE}" in code_identity(str(project / "reward.py"))
