@@ -952,7 +952,10 @@ def fuzz(report: Report, folder: Path, rollout: str, seed: int, seconds: float) 
     """Trap after trap until the time is up; what was not as promised is reported."""
     forger = Forger(folder, *ROLLOUTS[rollout]())
     chance = random.Random(seed)
-    for _ in range(30):  # whatever is imported or compiled on first use
+    # Whatever is imported or compiled on first use: a forged entry may turn one kind of rollout into another.
+    for name, make in ROLLOUTS.items():
+        spring(Forger(folder.with_name(f"{folder.name}-as-{name}"), *make()))
+    for _ in range(30):
         mutate(forger, chance)
         try:
             spring(forger)
