@@ -15,7 +15,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ import xxhash
 import yaml
 
 from verl_rollout_skip.identity import UNREADABLE, file_identity, name_identity
+
+Found = tuple[Path | None, bool]
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _NAMED, _FOLLOWED = 20, 1000
@@ -146,7 +148,7 @@ def _module_file(name: str) -> Path | None:
         return None
     if not inner:
         return None if spec.origin is None else Path(spec.origin)
-    found = (_file_in(Path(folder), inner) for folder in spec.submodule_search_locations or ())
+    found = (_look(Path(folder, *inner))[0] for folder in spec.submodule_search_locations or ())
     return next((file for file in found if file is not None), None)
 
 
@@ -176,42 +178,43 @@ def _digest(module: Path) -> str:
 def _imported(file: Path) -> set[Path]:
     found: set[Path] = set()
     waiting = [file]
+    look = functools.cache(_look)  # modules import the same ones, and a network file system takes its time
     while waiting and len(found) < _FOLLOWED:
-        for module in sorted(_imports_of(waiting.pop())):  # the same ones are left out each time
+        for module in sorted(_imports_of(waiting.pop(), look)):  # the same ones are left out each time
             if module not in found and module != file:
                 found.add(module)
                 waiting.append(module)
     return found
 
 
-def _imports_of(file: Path) -> set[Path]:
+def _imports_of(file: Path, look: Callable[[Path], Found]) -> set[Path]:
     if _INSTALLED & set(file.parts):
         return set()
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return set()  # it is digested, and whatever cannot be parsed cannot be imported
-    return {module for folder, parts in _names(tree, file) for module in _modules(folder, parts)}
+    return {module for folder, parts in _names(tree, file) for module in _modules(folder, parts, look)}
 
 
 def _names(tree: ast.AST, file: Path) -> Iterator[tuple[Path, list[str]]]:
     """What is imported, as a folder to look in and the parts of a name."""
+    root = _package_root(file)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _starts(file, alias.name.split("."))
+                yield from _starts(file, root, alias.name.split("."))
         elif isinstance(node, ast.ImportFrom):
             parts = node.module.split(".") if node.module else []
             folders = [file.parents[node.level - 1]] if 0 < node.level <= len(file.parents) else []
-            for folder, inner in [(folder, parts) for folder in folders] if node.level else _starts(file, parts):
+            for folder, inner in [(folder, parts) for folder in folders] if node.level else _starts(file, root, parts):
                 yield folder, inner
                 for alias in node.names:
                     yield folder, [*inner, alias.name]
 
 
-def _starts(file: Path, parts: list[str]) -> list[tuple[Path, list[str]]]:
-    """Where an absolute import is looked for: beside the file, where its own package is, and where Python looks."""
-    root = _package_root(file)
+def _starts(file: Path, root: Path, parts: list[str]) -> list[tuple[Path, list[str]]]:
+    """Where an absolute import is looked for: beside the file, in its package's root, and where Python looks."""
     is_own_package = root != file.parent and parts[0] == file.relative_to(root).parts[0]
     own = [root] if is_own_package else []
     if parts[0] in _NOT_FOLLOWED:
@@ -253,18 +256,24 @@ def _is_installed(path: Path) -> bool:
     return bool(_INSTALLED & set(path.parts)) or any(path.resolve().is_relative_to(other) for other in system)
 
 
-def _modules(folder: Path, parts: list[str]) -> Iterator[Path]:
+def _modules(folder: Path, parts: list[str], look: Callable[[Path], Found]) -> Iterator[Path]:
     """The module of a name, and the packages on the way to it, which are imported first."""
-    for length in range(1, len(parts) + 1):
-        file = _file_in(folder, parts[:length])
+    path = folder
+    for part in parts:
+        path = path / part
+        file, is_folder = look(path)
         if file is not None:
             yield file
+        if not is_folder:
+            return
 
 
-def _file_in(folder: Path, parts: list[str]) -> Path | None:
-    place = folder.joinpath(*parts)
-    candidates = (place / "__init__.py", place.with_name(f"{place.name}.py"))
-    return next((file for file in candidates if os.path.isfile(file)), None)
+def _look(path: Path) -> Found:
+    """The source of the package or module at a path without its suffix, and whether that is a folder."""
+    is_folder = os.path.isdir(path)
+    candidates = [path / "__init__.py"] if is_folder else []
+    candidates.append(path.with_name(f"{path.name}.py"))
+    return next((file for file in candidates if os.path.isfile(file)), None), is_folder
 
 
 def _package_root(file: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,20 @@ def test_classes_that_are_installed_or_add_nothing_do_not_count() -> None:
 
     assert class_identity(Bare) == ""
     assert class_identity(pytest.MonkeyPatch) == ""
+
+
+def test_a_large_project_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network file system each look takes a millisecond, and nobody would know why a training does not start."""
+    modules = 40
+    names = [f"part{number}" for number in range(modules)]
+    source = "import json, os, torch\n" + "".join(f"from {name} import first, second\n" for name in names)
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(source)
+    looks: list[Any] = []
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda *given, **more: looks.append(given) or stat(*given, **more))
+    assert f"{modules - 1} modules" in code_identity(str(tmp_path / "part0.py"))
+    assert len(looks) < 20 * modules
 
 
 def test_folders_on_the_search_path_that_cannot_be_looked_into_are_passed_over(
