@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from verl import DataProto
 
 from tests.batches import assert_same_batch, objects, rollout_input, rollout_output
-from tests.trainings import Training, inputs_of, never
+from tests.trainings import Training, inputs_of, never, without_timings
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import DumpError
 from verl_rollout_skip.store import commit
@@ -270,6 +270,20 @@ def test_one_token_that_is_changed_through_numpy_is_found_by_the_digest_of_the_g
     with pytest.raises(DumpError, match=r"step 1.*responses or rm_scores changed in place"):
         skip.close()
     assert not list(training.dumps.rglob("*.parquet"))
+
+
+def test_a_column_of_objects_with_the_name_of_a_tensor_is_no_change(tmp_path: Path) -> None:
+    """An agent loop may give its rewards as objects, and its responses as text too."""
+    generated = rollout_output(8)
+    del generated.batch["rm_scores"]
+    generated.non_tensor_batch["rm_scores"] = np.linspace(0, 1, 8)
+    generated.non_tensor_batch["responses"] = np.array([f"text {row}" for row in range(8)], dtype=object)
+    training = Training(tmp_path)
+    with training.open("record") as skip:
+        skip.step(K1, inputs_of(K1), lambda _: generated)
+    with training.open("replay") as replay:
+        loaded = replay.step(K1, inputs_of(K1), never).batch
+    assert_same_batch(without_timings(generated), without_timings(loaded))
 
 
 def test_inputs_are_recorded_as_they_were_before_generating(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from verl_rollout_skip.errors import ChangedBatchError, StoreError, UnsupportedBatchError
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store import cells
-from verl_rollout_skip.store.batch import Batch, Path, take_apart
+from verl_rollout_skip.store.batch import Batch, BatchKind, Path, take_apart
 from verl_rollout_skip.store.cells import CellColumn
 from verl_rollout_skip.store.dtypes import Element, as_integers, element_of, narrower, refuse_unsupported, same_bits
 from verl_rollout_skip.store.forms import (
@@ -119,7 +119,9 @@ class Prepared:
         names = [name for part in self.parts if part.snapshot is not None for name in part.snapshot.changed()]
         if not names and self.proof is not None:
             self.output.restore()
-            columns = {**self.output.tensors, **self.output.batch.arrays}
+            # Rewards that only some rows have are objects in a TensorDict; a DataProto keeps objects apart.
+            is_tensordict = self.output.batch.kind is BatchKind.TENSORDICT
+            columns = {**(self.output.batch.arrays if is_tensordict else {}), **self.output.tensors}
             named = self.proof({path[0]: column for path, column in columns.items() if len(path) == 1})
             names = [] if named is None else [named]
         if names:
