@@ -163,7 +163,7 @@ class Recorder:
 
     def _count_taken(self, key: RolloutKey) -> None:
         self._statistics.not_dumped += 1
-        logger.warning("%s was generated, not dumped: another rollout has its key; mode refresh replaces it", key)
+        logger.warning("%s is generated and not dumped: another rollout has its key; mode refresh replaces it", key)
 
     def _count(self) -> None:
         self._statistics.dumped = len(self._accepted)

@@ -102,11 +102,11 @@ class RolloutSkip:
         loaded = self.load(key, lambda _: inputs)
         if loaded is not None:
             return loaded
-        given = self._recorder.snapshot(inputs) if self._recorder is not None else inputs
+        dump = self.will_dump(key)
+        given = self._recorder.snapshot(inputs) if self._recorder is not None and dump else inputs
         started = time.perf_counter()
         batch = generate(inputs)
-        seconds = time.perf_counter() - started
-        metrics = self.record(key, batch, given, seconds, dump=self.will_dump(key))
+        metrics = self.record(key, batch, given, time.perf_counter() - started, dump)
         return Rollout(batch, inputs, False, metrics)
 
     def covers(self, key: RolloutKey) -> bool:
@@ -128,7 +128,7 @@ class RolloutSkip:
         return loaded
 
     def will_dump(self, key: RolloutKey) -> bool:
-        """Whether the rollout that was just generated for a key is to be dumped, which ``record`` is then to be told.
+        """Whether the rollout that is generated for a key is to be dumped, which ``record`` is then to be told.
 
         Asked once, because a key that another rollout has is reported and counted.
         """

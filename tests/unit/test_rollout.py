@@ -196,6 +196,20 @@ def test_steps_that_are_not_selected_generate_and_are_not_recorded(training: Tra
         assert [skip.step(key, inputs_of(key), Engine()).hit for key in (K1, K3)] == [False, True]
 
 
+def test_the_input_of_a_rollout_that_is_not_dumped_is_not_copied(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With images in it a copy takes seconds, in every step after the last one that is dumped."""
+    taken: list[Any] = []
+    snapshot = RolloutStore.snapshot
+    monkeypatch.setattr(RolloutStore, "snapshot", lambda *given: taken.append(given) or snapshot(*given))
+    with training.open("cache", {"max_dump_steps": 1}) as skip:
+        for key in (K1, K2, K3):
+            skip.step(key, inputs_of(key), Engine())
+    assert store_of(training).keys() == [K1]
+    assert len(taken) == 1
+
+
 def test_max_dump_steps_counts_steps_not_generation_batches_and_holds_over_runs(training: Training) -> None:
     keys = [K1, RolloutKey(1, 1), K2, K3, RolloutKey(2, 1)]
     for _ in range(2):
