@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 from omegaconf import DictConfig
 
-from verl_rollout_skip.errors import ManifestError
+from verl_rollout_skip.errors import ManifestError, RolloutSkipError
 from verl_rollout_skip.fingerprint import Fingerprint, Flat, flat_hash, plain
 from verl_rollout_skip.layout import gpu_layout, host, versions
 from verl_rollout_skip.secrets import mask
@@ -226,22 +226,24 @@ def _where_to_look(folder: str) -> str:
     return f"{text} Here are {', '.join(variants)}." if variants else text
 
 
-def list_variants(run_folder: str) -> dict[str, Manifest]:
-    """The manifests of a run folder by variant. One that cannot be read, or is missing, is left out with a warning."""
+def list_variants(run_folder: str, besides: str = "") -> dict[str, Manifest]:
+    """The manifests of a run folder by variant, without that of the variant ``besides``.
+
+    One that cannot be read, or is missing, is left out with a warning.
+    """
     storage = open_storage(run_folder)
     found = {}
-    for folder in sorted(storage.folders()):
+    for folder in sorted({*storage.folders()} - {besides}):
         try:
             manifest = read_manifest(storage, folder)
-        except ManifestError as error:
+            if manifest is not None:
+                found[folder] = manifest
+            elif any(names.parse_folder(name) is not None for name in open_storage(storage.where(folder)).folders()):
+                where = storage.where(folder)
+                advice = f"rollout-skip verify {shlex.quote(where)}"
+                logger.warning("left out: %s has rollouts and no %s; %s says what can be done", where, NAME, advice)
+        except (RolloutSkipError, PermissionError) as error:  # a folder may be another user's
             logger.warning("left out: %s", error)
-            continue
-        if manifest is not None:
-            found[folder] = manifest
-        elif any(names.parse_folder(name) is not None for name in open_storage(storage.where(folder)).folders()):
-            where = storage.where(folder)
-            advice = f"rollout-skip verify {shlex.quote(where)}"
-            logger.warning("left out: %s has rollouts and no %s; %s says what can be done", where, NAME, advice)
     return found
 
 

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 _NEAR = 0.8
+# rollout_clip and rollout_stop, which others may have, are 0.82 near to rollout_skip.
+_NEAR_NAME = 0.85
 _BLOCKS = ("rollout_skip", "skip_rollout")
 _OLD_KEYS = ("skip_rollout", "skip_dump_dir")
 _OLD_PLACE = ("actor_rollout_ref", "rollout")
@@ -30,11 +32,11 @@ def find_misspelled(config: Mapping[Any, Any], block: str, settings: Collection[
         name, place = path[-1], path[:-1]
         dotted = ".".join(path)
         if isinstance(value, Mapping):
-            if _is_misspelled(name, block) and _has_our_settings(value, settings, modes):
+            if _misspelled(name, _BLOCKS) is not None and _has_our_settings(value, settings, modes):
                 found = ", ".join(f"{dotted}.{key}={value[key]}" for key in value)
                 return f"{dotted} is not read by anything: did you mean {block!r}, at the top level? It has {found}."
             continue
-        old = _closest(name, _OLD_KEYS) if place in ((), _OLD_PLACE[:1], _OLD_PLACE) else None
+        old = _misspelled(name, _OLD_KEYS) if place in ((), _OLD_PLACE[:1], _OLD_PLACE) else None
         if old is not None and path != (*_OLD_PLACE, old) and value not in (None, False):
             meant = ".".join((*_OLD_PLACE, old))
             return f"{dotted}={value} is not read by anything: did you mean {meant}?"
@@ -51,16 +53,18 @@ def _walk(tree: Mapping[Any, Any], skipped: str, path: tuple[str, ...] = ()) -> 
             yield from _walk(value, skipped, here)
 
 
-def _is_misspelled(name: str, block: str) -> bool:
-    is_longer = name != block and re.fullmatch(rf"(.+_)?{block}(_.+)?", name)
-    return not is_longer and _closest(name, _BLOCKS) is not None
+def _misspelled(name: str, names: Collection[str]) -> str | None:
+    """Which of our names is meant; None if it is another one, such as one of ours with a word before or after it."""
+    if any(re.fullmatch(rf".+_{known}|(.+_)?{known}_.+", name) for known in names):
+        return None
+    return _closest(name, names, _NEAR_NAME)
 
 
-def _closest(name: str, names: Collection[str]) -> str | None:
+def _closest(name: str, names: Collection[str], near: float = _NEAR) -> str | None:
     """The closest of some names, whatever separates the words; None if none is close."""
     ratios = {known: difflib.SequenceMatcher(None, _squash(name), _squash(known)).ratio() for known in names}
     best = max(ratios, key=lambda known: ratios[known])
-    return best if ratios[best] >= _NEAR else None
+    return best if ratios[best] >= near else None
 
 
 def _squash(name: str) -> str:

@@ -1,23 +1,28 @@
 """What lies beside the folder in which a training looks for rollouts, for a training that finds none that fit.
 
 A run folder is named by experiment, project and batch sizes, and dump_dir is typed by hand, so what is wanted often
-lies XX"""
+lies right next to it. Only a bounded number of folders is read, those with the most similar names first, and of each
+only the manifests.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import itertools
+import logging
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from verl_rollout_skip.config import BLOCK, argument, is_run_name
-from verl_rollout_skip.errors import ConfigError, ManifestError
+from verl_rollout_skip.errors import ConfigError, RolloutSkipError
 from verl_rollout_skip.manifest import NAME, Manifest, list_variants, read_manifest, variant_name
 from verl_rollout_skip.store.locations import join, open_storage
 from verl_rollout_skip.store.storage import HERE
+
+logger = logging.getLogger(__name__)
 
 _LOOKED_INTO = 100
 _COMPARED = 20
@@ -91,7 +96,7 @@ def _same(folders: Iterable[str], config_hash: str, compare: Compare) -> Iterato
     for folder in folders:
         try:
             manifest = read_manifest(open_storage(folder), variant_name(config_hash))
-        except ManifestError:
+        except (RolloutSkipError, PermissionError):
             continue
         if manifest is not None and not compare(manifest):
             yield manifest
@@ -101,13 +106,22 @@ def _same(folders: Iterable[str], config_hash: str, compare: Compare) -> Iterato
 
 
 def _compared(folders: Iterable[str], compare: Compare) -> Neighbors:
-    manifests = [manifest for folder in folders for manifest in list_variants(folder).values()]
+    manifests = [manifest for folder in folders for manifest in _readable_variants(folder)]
     manifests.sort(key=lambda manifest: manifest.created_at, reverse=True)
     differences = [(manifest, compare(manifest)) for manifest in manifests]
     return Neighbors(
         [manifest for manifest, lines in differences if not lines][:_SAME],
         {manifest.path: lines for manifest, lines in differences if lines},
     )
+
+
+def _readable_variants(folder: str) -> list[Manifest]:
+    """The variants of a run that may be somebody else's."""
+    try:
+        return list(list_variants(folder).values())
+    except (RolloutSkipError, PermissionError) as error:
+        logger.warning("left out: %s", error)
+        return []
 
 
 def _other_folders(dump_dir: str) -> Iterator[str]:

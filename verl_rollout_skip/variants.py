@@ -141,10 +141,10 @@ def _restored_source(folder: str, today: Manifest, settings: SkipConfig) -> Sour
             f"{shlex.join(['mv', folder, f'{folder}.without-manifest'])}"
         )
     logger.warning(
-        "%s is missing. All %d records beside it prove that they were made with today's settings, so they are used%s",
+        "%s is missing. All %d records beside it prove that they were made with today's settings, so %s",
         restored.path,
         len(records),
-        "; the manifest is written again" if settings.mode.writes else "; mode cache writes the manifest again",
+        "it is written again" if settings.mode.writes else "they are used without it; mode cache writes it again",
     )
     return Source(folder, write_manifest(storage, restored) if settings.mode.writes else restored)
 
@@ -184,7 +184,7 @@ def _from_source(settings: SkipConfig, fingerprint: Fingerprint) -> Source:
 
 def _from_variants(settings: SkipConfig, folder: str, fingerprint: Fingerprint, own: Source | None) -> list[Source]:
     """Today's own variant, and at most one other: two recordings of one step are two different trainings."""
-    others = [manifest for variant, manifest in list_variants(folder).items() if not _is_own(variant, fingerprint)]
+    others = list(list_variants(folder, besides=variant_name(fingerprint.config_hash)).values())
     others.sort(key=lambda manifest: (manifest.created_at, manifest.path))
     differences = {manifest.path: _difference(manifest, fingerprint, settings) for manifest in others}
     sources = [] if own is None else [own]
@@ -203,10 +203,6 @@ def _neighbors(settings: SkipConfig, folder: str, fingerprint: Fingerprint) -> N
         return Neighbors()
     dump_dir, _, run = folder.rpartition("/")
     return find_neighbors(dump_dir, run, fingerprint.config_hash, lambda it: _difference(it, fingerprint, settings))
-
-
-def _is_own(variant: str, fingerprint: Fingerprint) -> bool:
-    return variant == variant_name(fingerprint.config_hash)
 
 
 def _source(manifest: Manifest, lines: list[str], fingerprint: Fingerprint, settings: SkipConfig) -> Source:

@@ -200,3 +200,69 @@ def test_a_variant_beside_without_its_manifest_is_named(training: Training, capl
     text = opened(training, caplog, "cache", **{TEMPERATURE: 0.7})
     assert f"{variant} has rollouts and no manifest.json" in text
     assert f"rollout-skip verify {variant}" in text
+
+
+def test_without_its_manifest_a_replay_does_not_also_say_that_it_leaves_the_rollouts_out(
+    training: Training, caplog: Any
+) -> None:
+    training.record(K1)
+    [variant] = training.variants()
+    (variant / "manifest.json").unlink()
+    text = opened(training, caplog, "replay")
+    assert "so they are used" in text
+    assert "left out" not in text
+
+
+def make_unreadable(folder: Path, monkeypatch: Any) -> None:
+    """As a folder of another user is, which a test cannot make if it runs as root."""
+    plain_read, plain_folders = LocalStorage.read, LocalStorage.folders
+
+    def refuse(path: Path) -> None:
+        if path == folder or folder in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    def read(self: LocalStorage, name: str, file: str, limit: int) -> bytes:
+        refuse(self.root / name / file)
+        return plain_read(self, name, file, limit)
+
+    def folders(self: LocalStorage) -> Any:
+        refuse(self.root)
+        return plain_folders(self)
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+    monkeypatch.setattr(LocalStorage, "folders", folders)
+
+
+@pytest.mark.parametrize("other", [{}, {TEMPERATURE: 0.7}])
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(
+    training: Training, caplog: Any, monkeypatch: Any, other: dict[str, Any], is_linked: bool
+) -> None:
+    training.record(K1, **other)
+    training.record(K1, **other, trainer__experiment_name="exp-2026111")
+    nearest = training.dumps / RUN_NAME.replace("exp", "exp-2026111")
+    if is_linked:
+        [variant] = nearest.iterdir()
+        (variant / "manifest.json").rename(training.folder / "manifest.json")
+        (variant / "manifest.json").symlink_to(training.folder / "manifest.json")
+    else:
+        make_unreadable(nearest, monkeypatch)
+    text = opened(training, caplog, "cache", **LATER)
+    assert f"{training.dumps}/{RUN_NAME}/" in text
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_a_variant_beside_that_cannot_be_read_does_not_end_a_training(
+    training: Training, caplog: Any, monkeypatch: Any, is_linked: bool
+) -> None:
+    training.record(K1, **{TEMPERATURE: 0.7})
+    [variant] = training.variants()
+    if is_linked:
+        (variant / "manifest.json").rename(training.folder / "manifest.json")
+        (variant / "manifest.json").symlink_to(training.folder / "manifest.json")
+    else:
+        make_unreadable(variant, monkeypatch)
+    for mode in ("record", "cache"):
+        text = opened(training, caplog, mode)
+        assert "left out: " in text
+        assert f"{variant}/manifest.json" in text
