@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,9 +22,13 @@ from verl_rollout_skip.identity import SAMPLED, UNREADABLE
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.threads import map_in_threads
 
+logger = logging.getLogger(__name__)
+
 _MAX_FILES = 200_000
+_MANY_FILES = 10_000
 _AT_ONCE = 1000
 _MAX_PATH = 4096
+_MAX_SPACE = 64
 _COLUMNS = {"data.image_key": "images", "data.video_key": "videos", "data.audio_key": "audios"}
 _PROMPT = ("data.prompt_key", "prompt")
 # What a message or an item of those columns calls the file; the other texts of an item are options.
@@ -34,13 +39,22 @@ def media_identity(files: Sequence[Any], config: Mapping[str, Any]) -> str | Non
     """What the rows of some data files name; None if they name no files. ``config`` is flat."""
     columns = {str(config.get(key) or default) for key, default in _COLUMNS.items()}
     prompt = str(config.get(_PROMPT[0]) or _PROMPT[1])
-    named = {
-        path for file in files for text in _texts(str(file), columns, prompt) if (path := _local(text)) is not None
-    }
-    if not named:
+    named: set[str] = set()
+    unsearched: list[str] = []
+    for file in files:
+        try:
+            named.update(path for text in _texts(str(file), columns, prompt) if (path := _local(text)) is not None)
+        except OSError:
+            continue  # of which the identity of the data speaks
+        except (ValueError, pa.ArrowException, RecursionError) as error:
+            logger.debug("%s: %s", file, error)
+            unsearched.append(f"{Path(str(file)).name} cannot be searched for more: {UNREADABLE}")
+    if not named and not unsearched:
         return None
     paths = sorted(named)
-    chosen = paths[:: -(-len(paths) // _MAX_FILES)]
+    chosen = paths[:: -(-len(paths) // _MAX_FILES) or 1]
+    if len(chosen) >= _MANY_FILES:
+        logger.info("looking at size and time of %d images, videos and audio files that the data names", len(chosen))
     groups = [chosen[start : start + _AT_ONCE] for start in range(0, len(chosen), _AT_ONCE)]
     marks = [mark for group in map_in_threads(_marks, groups) for mark in group]
     digest = hashlib.sha256()
@@ -48,7 +62,8 @@ def media_identity(files: Sequence[Any], config: Mapping[str, Any]) -> str | Non
         digest.update(f"{path}\0{mark}\0".encode("utf-8", "surrogatepass"))
     count = f"{len(paths)} files" if len(chosen) == len(paths) else f"{len(paths)} files, {SAMPLED}: {len(chosen)}"
     lost = marks.count(None)
-    note = f" ({lost} of them: {UNREADABLE})" if lost else ""
+    notes = [*([f"{lost} of them: {UNREADABLE}"] if lost else []), *unsearched]
+    note = f" ({'; '.join(notes)})" if notes else ""
     total = sum(mark[0] for mark in marks if mark is not None)
     return f"{count}, {format_size(total)}, digest of paths, sizes and times {digest.hexdigest()[:32]}{note}"
 
@@ -75,16 +90,13 @@ def _local(text: str) -> str | None:
 
 def _texts(file: str, columns: set[str], prompt: str) -> Iterator[str]:
     path = Path(os.path.expanduser(file))
-    try:
-        if path.suffix == ".parquet":
-            yield from _texts_of_parquet(path, columns, prompt)
-        elif path.suffix in (".json", ".jsonl"):
-            for row in _rows_of_json(path, columns | _FIELDS):
-                for name in columns & row.keys():
-                    yield from _texts_of_item(row[name], is_item=True)
-                yield from _texts_of_item(row.get(prompt), is_item=False)
-    except (OSError, ValueError, pa.ArrowException):
-        return  # not what its name says; its content is digested all the same
+    if path.suffix == ".parquet":
+        yield from _texts_of_parquet(path, columns, prompt)
+    elif path.suffix in (".json", ".jsonl"):
+        for row in _rows_of_json(path, columns | _FIELDS):
+            for name in columns & row.keys():
+                yield from _texts_of_item(row[name], is_item=True)
+            yield from _texts_of_item(row.get(prompt), is_item=False)
 
 
 def _texts_of_parquet(path: Path, columns: set[str], prompt: str) -> Iterator[str]:
@@ -115,7 +127,7 @@ def _texts_of_column(column: pa.Array) -> Iterator[str]:
     if pa.types.is_struct(kind):
         for index in range(kind.num_fields):
             yield from _texts_of_column(column.field(index))
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         yield from _texts_of_column(column.flatten())
     else:
         yield from (text for text in column.unique().to_pylist() if isinstance(text, str))
@@ -125,11 +137,11 @@ def _rows_of_json(path: Path, names: set[str]) -> Iterator[dict[str, Any]]:
     """The rows that may have one of these names, of a file with one object per line or of one that is a list."""
     named = re.compile("|".join(re.escape(json.dumps(name)) for name in sorted(names)).encode())
     with open(path, "rb") as stream:
-        if stream.read(1) == b"[":
-            stream.seek(0)
+        is_list = stream.read(_MAX_SPACE).lstrip()[:1] == b"["
+        stream.seek(0)
+        if is_list:
             rows = json.load(stream)
         else:
-            stream.seek(0)
             rows = (json.loads(line) for line in stream if named.search(line))
         yield from (row for row in rows if isinstance(row, dict))
 

@@ -104,6 +104,7 @@ def rows_of(kind: str, pictures: list[Path]) -> dict[str, Any]:
         "url": {"images": [[f"file://{name}"] for name in names]},
         "item": {"videos": [[{"type": "video", "video": name, "fps": 2}] for name in names]},
         "frames": {"videos": [[{"video": [name, name]}] for name in names]},
+        "fixed": {"images": pa.array([[name, name] for name in names], pa.list_(pa.string(), 2))},
         "message": {
             "prompt": [[{"role": "user", "content": [{"type": "image", "image": name}]}] for name in names],
         },
@@ -116,11 +117,12 @@ def write_rows(file: Path, rows: dict[str, Any]) -> None:
     if file.suffix == ".parquet":
         pq.write_table(pa.table(rows), file)
     else:
+        rows = {name: column.to_pylist() if isinstance(column, pa.Array) else column for name, column in rows.items()}
         lines = [json.dumps({name: column[row] for name, column in rows.items()}) for row in range(count)]
         file.write_text("\n".join(lines) if file.suffix == ".jsonl" else f"[{','.join(lines)}]")
 
 
-@pytest.mark.parametrize("kind", ["text", "url", "item", "frames", "message"])
+@pytest.mark.parametrize("kind", ["text", "url", "item", "frames", "fixed", "message"])
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
 def test_a_picture_that_a_row_names_is_part_of_the_data(
     tmp_path: Path, pictures: list[Path], kind: str, suffix: str
@@ -157,6 +159,19 @@ def test_pictures_that_are_not_there_and_addresses_are_told_apart(
     pictures[0].unlink()
     write_rows(data, rows_of("text", pictures))
     assert "(1 of them: content not readable from here)" in of_data(data)["data.train_files#media"]
+    assert "a change of its content will not be noticed" in caplog.text
+
+
+@pytest.mark.parametrize("line", ["no JSON, with images", f'{{"images": {"[" * 100_000}'])
+def test_rows_that_cannot_be_searched_for_pictures_are_told(
+    tmp_path: Path, pictures: list[Path], line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = tmp_path / "train.jsonl"
+    write_rows(data, rows_of("text", pictures))
+    data.write_text(f'{data.read_text()}\n{line} "images"\n')
+    media = of_data(data)["data.train_files#media"]
+    assert media.startswith("3 files, 18 B")
+    assert "train.jsonl cannot be searched for more" in media
     assert "a change of its content will not be noticed" in caplog.text
 
 
