@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--only", choices=TRAININGS, help="one of the trainings instead of all three")
     options = parser.parse_args()
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="skip-demo-"))).resolve()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     keep_descendants()
     try:
