@@ -235,7 +235,12 @@ def test_a_dump_that_fails_does_not_end_a_training_with_a_cache(trainings: Train
     warned = trainings.run("cache", "rollout_skip.max_disk=2KB")
     assert_same_training(plain, warned)
     assert warned.said("dump failed: step 1, generation batch 0")
-    assert warned.metrics[3]["timing_s/rollout_skip/dump_failures"] > 0
+    assert warned.said("3 dumps failed")
+
+
+def test_failed_dumps_are_counted_in_the_metrics_of_the_step(trainings: Trainings) -> None:
+    warned = trainings.run("cache", "rollout_skip.max_disk=2KB", "rollout_skip.background=False")
+    assert [warned.metrics[step]["timing_s/rollout_skip/dump_failures"] for step in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_a_folder_that_becomes_read_only_is_told_and_the_training_goes_on(trainings: Trainings) -> None:
