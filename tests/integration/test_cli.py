@@ -253,6 +253,7 @@ def test_resume_prints_recorded_text_so_that_it_cannot_command_the_terminal(caps
         (["ls", "/does/not/exist"], "/does/not/exist does not exist."),
         (["ls", "{dumps}/../inputs"], "No recorded rollouts in "),
         (["ls", "nonsense://x"], "nonsense"),
+        (["ls", "/does/not/exist://x"], "/does/not/exist://x does not exist."),
         (["show", "{dumps}"], "There are 2 variants, choose one"),
         (["show", "{variant}", "--step", "9"], "step 9, generation batch 0 is not recorded"),
         (["show", "{variant}", "--step", "-1"], "RolloutKey.step"),

@@ -40,6 +40,7 @@ def without_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ("s3://bucket/dumps", ["Unable to locate credentials", "AWS_ACCESS_KEY_ID"]),
         ("hdfs://host:8020/dumps", ["libhdfs", "JAVA_HOME", "webhdfs://"]),
         ("gs://bucket/dumps", ["gcsfs", "pip install 'verl-rollout-skip[remote]'"]),
+        ("simplecache::gs://bucket/dumps", ["gcsfs", "pip install 'verl-rollout-skip[remote]'"]),
         ("abfs://container/dumps", ["adlfs"]),
         ("dumps://somewhere", ["Protocol not known: dumps", "absolute path"]),
     ],

@@ -17,6 +17,7 @@ from verl_rollout_skip.decoding import need_decoder
 from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.exporting import Format, export
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.store.locations import is_url
 from verl_rollout_skip.trajectories import Trajectory, read_trajectories
 
 
@@ -79,9 +80,9 @@ def render(console: Console, data: dict[str, Any]) -> None:
 
 def _check_out(given: str, out: Path, variant: Variant, form: Format) -> None:
     """Nothing is written into a recording, and no folder that holds one is taken for a dataset to replace."""
-    if "://" in given:
+    if is_url(given):
         raise ConfigError(f"--out is {given}; exports go to a local folder.")
-    if "://" in variant.path:
+    if is_url(variant.path):
         return
     source, target = os.path.realpath(variant.path), os.path.realpath(out)
     if f"{target}/".startswith(f"{source}/") or (form is Format.DATASET and f"{source}/".startswith(f"{target}/")):

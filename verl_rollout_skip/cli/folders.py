@@ -18,7 +18,7 @@ from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, StoreErr
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME, Manifest, folder_of, read_manifest
 from verl_rollout_skip.store import names
-from verl_rollout_skip.store.locations import join, open_storage
+from verl_rollout_skip.store.locations import is_url, join, open_storage
 from verl_rollout_skip.store.storage import HERE, Storage
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _walk(folder: str, depth: int) -> Iterator[str]:
 
 
 def _nothing_there(path: str) -> str:
-    if "://" not in path and not os.path.lexists(os.path.expanduser(path)):
+    if not is_url(path) and not os.path.lexists(os.path.expanduser(path)):
         return f"{path} does not exist."
     return (
         f"No recorded rollouts in {path}. Give a dump_dir, a run folder in it, or a variant in that: "

@@ -62,9 +62,13 @@ class RemoteStorage:
             self._open()
         return self._filesystem
 
+    @property
+    def _protocol(self) -> str:
+        """That of the store itself, in a chain such as simplecache::s3://bucket too."""
+        return self.url.partition("://")[0].rpartition("::")[2]
+
     def _cannot_open(self, error: Exception) -> str:
-        protocol = self.url.partition("://")[0]
-        advice = _LIBRARIES.get(protocol, "")
+        advice = _LIBRARIES.get(self._protocol, "")
         if "not known" in str(error):
             advice = "Give an absolute path, or a URL of a kind that fsspec knows."
         return f"{self.url} cannot be opened: {_first_line(error)}. {advice}".rstrip()
@@ -78,7 +82,7 @@ class RemoteStorage:
         except Exception as error:
             advice = ""
             if "credential" in f"{type(error).__name__} {error}".lower():
-                known = _CREDENTIALS.get(self.url.partition("://")[0], "")
+                known = _CREDENTIALS.get(self._protocol, "")
                 advice = " This process needs credentials" + (f": {known}." if known else ".")
             message = f"{self.url} does not answer: {type(error).__name__}: {_first_line(error)}.{advice}"
             raise OSError(message) from error
