@@ -166,13 +166,16 @@ def test_in_the_background_a_full_disk_is_raised_by_the_next_put_once_and_that_p
 
 @pytest.mark.parametrize("call", ["flush", "close"])
 def test_in_the_background_a_full_disk_is_raised_by_flush_or_close_once(
-    small_disk: Callable[..., Disk], call: str
+    small_disk: Callable[..., Disk], call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = small_disk(1 << 20)
+    both_are_put, write = threading.Event(), RolloutStore._write
+    monkeypatch.setattr(RolloutStore, "_write", lambda *arguments: (both_are_put.wait(), write(*arguments)))
     store = RolloutStore(disk.path / "run", background=True)
     disk.leave_free(50_000)
     store.put(RolloutKey(1), noise(200_000, seed=1))
     store.put(RolloutKey(2), noise(300_000, seed=2))
+    both_are_put.set()
     with pytest.raises(DumpError) as caught:
         getattr(store, call)()
     assert [key for key, _ in caught.value.failures] == [RolloutKey(1), RolloutKey(2)]
