@@ -18,7 +18,7 @@ from verl import DataProto
 
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store import codec
-from verl_rollout_skip.store.batch import put_together
+from verl_rollout_skip.store.codec.batch import unflatten
 
 PAD_TOKEN = 0
 SAMPLES_PER_PROMPT = 2
@@ -109,7 +109,7 @@ def dump(batch: Any, inputs: Any = None) -> bytes:
 def load(data: bytes) -> tuple[Any, Any]:
     """Output and input (None if there was none) of a rollout step from its Parquet file."""
     reader = codec.Reader(data, limit=1 << 30)
-    return put_together(reader.output()), put_together(reader.input()) if reader.has_input else None
+    return unflatten(reader.output()), unflatten(reader.input()) if reader.has_input else None
 
 
 def assert_comes_back(batch: Any, inputs: Any = None) -> bytes:

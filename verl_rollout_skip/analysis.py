@@ -18,7 +18,7 @@ from verl_rollout_skip.entries import Entries
 from verl_rollout_skip.entry_columns import EntryColumns
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import Manifest
-from verl_rollout_skip.store.entry import EntryRecord
+from verl_rollout_skip.store.record import EntryRecord
 
 if TYPE_CHECKING:
     from verl_rollout_skip.store.store import RolloutStore

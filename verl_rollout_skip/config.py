@@ -20,7 +20,7 @@ from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.misspelled import find_misspelled
 from verl_rollout_skip.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward, Weights, choose, suggest
 from verl_rollout_skip.sizes import parse_size
-from verl_rollout_skip.store.locations import is_url
+from verl_rollout_skip.store.storage.locations import is_url
 
 BLOCK = "rollout_skip"
 OLD_SWITCH = "actor_rollout_ref.rollout.skip_rollout"

@@ -18,8 +18,8 @@ from typing import Any
 
 from verl_rollout_skip.errors import StoreError
 from verl_rollout_skip.manifest import Manifest
-from verl_rollout_skip.store.locations import join, open_storage
 from verl_rollout_skip.store.storage import HERE, Storage
+from verl_rollout_skip.store.storage.locations import join, open_storage
 from verl_rollout_skip.tokenizer import FOLDER
 
 logger = logging.getLogger(__name__)

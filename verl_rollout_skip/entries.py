@@ -11,9 +11,9 @@ from verl_rollout_skip.entry_columns import EntryColumns
 from verl_rollout_skip.errors import StoreError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store import commit, names
-from verl_rollout_skip.store.entry import EntryRecord
-from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.record import EntryRecord
 from verl_rollout_skip.store.storage import Storage
+from verl_rollout_skip.store.storage.locations import open_storage
 
 if TYPE_CHECKING:
     from verl_rollout_skip.store.store import RolloutStore

@@ -23,11 +23,11 @@ from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, Roll
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store import names
-from verl_rollout_skip.store.entry import EntryRecord
+from verl_rollout_skip.store.codec.pages import read_columns
 from verl_rollout_skip.store.format import METADATA_KEY, check_version
-from verl_rollout_skip.store.local import LocalStorage
-from verl_rollout_skip.store.pages import read_columns
+from verl_rollout_skip.store.record import EntryRecord
 from verl_rollout_skip.store.storage import Storage
+from verl_rollout_skip.store.storage.local import LocalStorage
 
 _LIMIT = 4 << 30
 _VALUE_BYTES = 16

@@ -24,9 +24,9 @@ from verl_rollout_skip.fingerprint import Fingerprint, Flat, flat_hash, plain
 from verl_rollout_skip.layout import gpu_layout, host, versions
 from verl_rollout_skip.secrets import mask
 from verl_rollout_skip.store import names
-from verl_rollout_skip.store.entry import EntryRecord
-from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.record import EntryRecord
 from verl_rollout_skip.store.storage import HERE, Storage
+from verl_rollout_skip.store.storage.locations import open_storage
 
 logger = logging.getLogger(__name__)
 

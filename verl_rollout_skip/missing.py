@@ -10,7 +10,7 @@ from verl_rollout_skip.errors import UnsafePathError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.modes import Mode
 from verl_rollout_skip.store import names
-from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.storage.locations import open_storage
 from verl_rollout_skip.variants import Source
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from verl_rollout_skip.store import codec
-from verl_rollout_skip.store.batch import Batch, BatchKind, take_apart
+from verl_rollout_skip.store.codec.batch import Batch, BatchKind, flatten
 from verl_rollout_skip.store.store import LoadedEntry
 
 UID = "uid"
@@ -36,7 +36,7 @@ class OtherInput(Exception):
 def meta_of(inputs: Any) -> dict[str, Any]:
     """What belongs to an input as a whole: ``meta_info`` of a DataProto, the single values of a TensorDict."""
     if isinstance(inputs, TensorDict | codec.Part):
-        meta = inputs.batch.meta if isinstance(inputs, codec.Part) else take_apart(inputs).meta
+        meta = inputs.batch.meta if isinstance(inputs, codec.Part) else flatten(inputs).meta
         return {".".join(key) if isinstance(key, tuple) else key: value for key, value in meta.items()}
     return dict(getattr(inputs, "meta_info", None) or {})
 
@@ -139,7 +139,7 @@ def _groups(batch: Any) -> list[int] | None:
 
 
 def _keys(batch: Any) -> list[str]:
-    taken = take_apart(batch)
+    taken = flatten(batch)
     return [".".join(path) for path in (*taken.arrays, *taken.tensors)]
 
 
@@ -158,7 +158,7 @@ def _sampling_difference(entry: LoadedEntry, inputs: Any) -> str | None:
 
 def row_difference(entry: LoadedEntry, recorded_row: int, inputs: Any, current_row: int) -> str:
     """How a row of the current input differs from one of the recorded input, in words."""
-    recorded, current = _row(take_apart(entry.inputs()), recorded_row), _row(take_apart(inputs), current_row)
+    recorded, current = _row(flatten(entry.inputs()), recorded_row), _row(flatten(inputs), current_row)
     lines = []
     for key in sorted({*recorded, *current} - {UID}, key=lambda key: (key != "raw_prompt", key)):
         old, new = recorded.get(key, "not there"), current.get(key, "not there")

@@ -23,8 +23,8 @@ from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME as MANIFEST
 from verl_rollout_skip.manifest import read_manifest
 from verl_rollout_skip.store import commit, names
-from verl_rollout_skip.store.local import LocalStorage
 from verl_rollout_skip.store.storage import HERE, FileInfo, Storage
+from verl_rollout_skip.store.storage.local import LocalStorage
 from verl_rollout_skip.tokenizer import FOLDER as TOKENIZER
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

@@ -15,8 +15,8 @@ from verl_rollout_skip.manifest import Manifest, Recording, write_manifest
 from verl_rollout_skip.modes import Mode
 from verl_rollout_skip.outcome import Statistics
 from verl_rollout_skip.prompts import shallow_copy
-from verl_rollout_skip.store.locations import open_storage
 from verl_rollout_skip.store.storage import HERE
+from verl_rollout_skip.store.storage.locations import open_storage
 from verl_rollout_skip.store.store import RolloutStore
 from verl_rollout_skip.tokenizer import copy_tokenizer
 from verl_rollout_skip.variants import Run

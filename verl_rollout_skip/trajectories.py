@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from verl_rollout_skip.store.batch import Batch
+    from verl_rollout_skip.store.codec.batch import Batch
     from verl_rollout_skip.store.store import LoadedEntry
 
     Rows = Sequence[torch.Tensor] | torch.Tensor
@@ -40,14 +40,14 @@ class Trajectory:
 
 def read_trajectories(entry: LoadedEntry, rows: Iterable[int] | None = None) -> Iterator[Trajectory]:
     """The trajectories of these rows, or of all."""
-    from verl_rollout_skip.store.batch import BatchKind, take_apart
+    from verl_rollout_skip.store.codec.batch import BatchKind, flatten
 
     wanted = range(entry.record.rows) if rows is None else list(rows)
     if not wanted:
         return
     batch = entry.decode()
     given = entry.inputs(BatchKind.TENSORDICT)
-    inputs = None if given is None else take_apart(given)
+    inputs = None if given is None else flatten(given)
     extras = [key for key in (batch.meta.get(_EXTRA_KEYS) or []) if _has_rows(batch, key)]
     if _has_rows(batch, _REQUEST):
         extras.append(_REQUEST)

@@ -24,7 +24,7 @@ from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME as MANIFEST
 from verl_rollout_skip.manifest import read_manifest
 from verl_rollout_skip.store import commit, names
-from verl_rollout_skip.store.entry import MAX_RECORD_BYTES, EntryRecord, parse_record, record_bytes
+from verl_rollout_skip.store.record import MAX_RECORD_BYTES, EntryRecord, parse_record, record_bytes
 from verl_rollout_skip.store.storage import HERE, Storage
 from verl_rollout_skip.tokenizer import FOLDER as TOKENIZER
 

@@ -32,8 +32,8 @@ from verl_rollout_skip.manifest import (
 )
 from verl_rollout_skip.modes import Mode, OnMismatch, Prompts, Reward
 from verl_rollout_skip.neighbors import Neighbors, check_level, find_neighbors
-from verl_rollout_skip.store.locations import join, open_storage
 from verl_rollout_skip.store.storage import HERE
+from verl_rollout_skip.store.storage.locations import join, open_storage
 
 logger = logging.getLogger(__name__)
 

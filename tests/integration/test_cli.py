@@ -18,7 +18,7 @@ from tests.cli_program import ROOT, assert_fits, assert_one_line_error, run, run
 from tests.trainings import RUN_NAME, Engine, Training, inputs_of
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main
-from verl_rollout_skip.store.entry import record_bytes
+from verl_rollout_skip.store.record import record_bytes
 
 K1, K2 = RolloutKey(1), RolloutKey(2)
 

@@ -232,7 +232,7 @@ def test_a_bad_manifest_is_a_problem_of_its_variant_and_the_others_are_copied(
 
 def test_a_record_of_a_later_version_keeps_what_is_not_known_here(tmp_path: Path, capsys: Any) -> None:
     """Fields may be added to a record without a new format version; a copy keeps them."""
-    from verl_rollout_skip.store import entry
+    from verl_rollout_skip.store import record as entry
 
     with RolloutStore(tmp_path / "a") as store:
         store.put(K1, rollout_output(2))

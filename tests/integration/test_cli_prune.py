@@ -24,8 +24,8 @@ from verl_rollout_skip.cli import main
 from verl_rollout_skip.config import Steps
 from verl_rollout_skip.pins import add_pin, is_pinned, read_pins
 from verl_rollout_skip.pruning import Conditions, VariantPlan, carry_out, choose_steps, look_at
-from verl_rollout_skip.store.entry import record_bytes
-from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.record import record_bytes
+from verl_rollout_skip.store.storage.locations import open_storage
 
 DAY = 86400.0
 
@@ -209,7 +209,7 @@ def test_many_processes_pin_and_unpin_at_once(tmp_path: Path) -> None:
     """Every pin is a file of its own, so none of them is lost, whoever writes meanwhile."""
     script = (
         "import sys; from verl_rollout_skip.pins import add_pin, remove_pin\n"
-        "from verl_rollout_skip.store.locations import open_storage\n"
+        "from verl_rollout_skip.store.storage.locations import open_storage\n"
         "storage, first = open_storage(sys.argv[1]), int(sys.argv[2])\n"
         "for step in range(first, first + 50):\n    add_pin(storage, step, 'x'); add_pin(storage, 999, str(step))\n"
         "for step in range(first, first + 25): remove_pin(storage, step)\n"
@@ -380,7 +380,7 @@ def test_leftovers_of_crashed_writers_go_and_those_of_living_ones_stay(tmp_path:
     with open_storage(str(tmp_path)).stage("step_000001") as living:
         living.stream.write(b"x")
         script = (
-            "import os, sys; from verl_rollout_skip.store.locations import open_storage\n"
+            "import os, sys; from verl_rollout_skip.store.storage.locations import open_storage\n"
             "for folder in ('step_000001', '.'):\n"
             "    staged = open_storage(sys.argv[1]).stage(folder)\n    staged.stream.write(b'abc')\n"
             "os._exit(0)"

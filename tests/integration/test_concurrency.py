@@ -18,7 +18,7 @@ from tests.integration.conftest import Forked, Report, leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import EntryExistsError, EntryNotFoundError
 from verl_rollout_skip.store import codec, commit
-from verl_rollout_skip.store.local import LocalStorage
+from verl_rollout_skip.store.storage.local import LocalStorage
 
 PROCESSES = 8
 K = RolloutKey(1)

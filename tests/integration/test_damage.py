@@ -27,7 +27,7 @@ from verl_rollout_skip.errors import (
     UnreadableEntryError,
 )
 from verl_rollout_skip.store import codec, commit
-from verl_rollout_skip.store.local import LocalStorage
+from verl_rollout_skip.store.storage.local import LocalStorage
 
 K = RolloutKey(1)
 OTHER = RolloutKey(1, 1)

@@ -24,7 +24,7 @@ from tests.trainings import Engine, Training, inputs_of
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import DumpError, EntryExistsError
 from verl_rollout_skip.store import codec, commit
-from verl_rollout_skip.store.local import LocalStorage
+from verl_rollout_skip.store.storage.local import LocalStorage
 
 K = RolloutKey(1)
 PAGE = 4096

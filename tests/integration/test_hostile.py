@@ -44,7 +44,7 @@ from verl_rollout_skip.errors import (
     UnreadableEntryError,
     UnsafePathError,
 )
-from verl_rollout_skip.store.entry import record_bytes
+from verl_rollout_skip.store.record import record_bytes
 
 K = RolloutKey(1)
 METADATA = b"rollout_skip"

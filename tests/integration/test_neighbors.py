@@ -12,7 +12,7 @@ import pytest
 from tests.trainings import RUN_NAME, Engine, Training, contents, inputs_of, never
 from verl_rollout_skip import RolloutKey
 from verl_rollout_skip.errors import ConfigError, EntryNotFoundError
-from verl_rollout_skip.store.local import LocalStorage
+from verl_rollout_skip.store.storage.local import LocalStorage
 
 K1 = RolloutKey(1)
 TEMPERATURE = "actor_rollout_ref__rollout__temperature"

@@ -21,7 +21,7 @@ from verl_rollout_skip.errors import (
     NewerFormatError,
     RolloutSkipError,
 )
-from verl_rollout_skip.store import codec
+from verl_rollout_skip.store.format import FORMAT_VERSION
 
 KEY, OTHER = RolloutKey(2), RolloutKey(1)
 
@@ -185,8 +185,8 @@ def spoil(state: str, variant: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         data.write_bytes(data.read_bytes()[:-100])
     elif state == "newer format":
         with monkeypatch.context() as later:
-            for module in ("encoder", "entry"):
-                later.setattr(f"verl_rollout_skip.store.{module}.FORMAT_VERSION", codec.FORMAT_VERSION + 1)
+            for module in ("codec.encoder", "record"):
+                later.setattr(f"verl_rollout_skip.store.{module}.FORMAT_VERSION", FORMAT_VERSION + 1)
             with RolloutStore(variant) as store:
                 store.put(KEY, rollout_output(ROWS), inputs=inputs_of(KEY), replace=True)
 

@@ -17,8 +17,8 @@ from PIL import Image, ImageOps
 
 from tests.batches import assert_comes_back, assert_same_object, data_proto, dump, load, objects
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
-from verl_rollout_skip.store import cells
-from verl_rollout_skip.store.dtypes import TORCH_DTYPES
+from verl_rollout_skip.store.codec import cells
+from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES
 
 
 def comes_back(value: Any) -> Any:

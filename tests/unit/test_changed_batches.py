@@ -228,7 +228,7 @@ def test_an_encoding_that_breaks_because_of_a_change_names_the_change(
         batch.batch["attention_mask"].zero_()
         raise ValueError("shapes do not fit")
 
-    monkeypatch.setattr("verl_rollout_skip.store.columns.find_spans", look)
+    monkeypatch.setattr("verl_rollout_skip.store.codec.columns.find_spans", look)
     store = RolloutStore(tmp_path)
     store.put(K1, batch)
     with pytest.raises(DumpError, match=r"attention_mask.*in place"):

@@ -34,8 +34,10 @@ from verl_rollout_skip.errors import (
     UnsupportedBatchError,
 )
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.store import codec, encoder
-from verl_rollout_skip.store.batch import BatchKind, put_together, take_apart
+from verl_rollout_skip.store import codec
+from verl_rollout_skip.store.codec import encoder
+from verl_rollout_skip.store.codec.batch import BatchKind, flatten, unflatten
+from verl_rollout_skip.store.format import FORMAT_VERSION, METADATA_KEY
 
 
 def table_of(data: bytes) -> pa.Table:
@@ -354,7 +356,7 @@ def test_any_changed_value_changes_the_content(key: str) -> None:
 def test_a_dataproto_reads_as_the_tensordict_that_verl_makes_of_it() -> None:
     rollout = rollout_output()
     rollout.non_tensor_batch["extra"] = objects([{"a": [row]} for row in range(8)])
-    as_tensordict = put_together(codec.Reader(dump(rollout), 1 << 30).output(), BatchKind.TENSORDICT)
+    as_tensordict = unflatten(codec.Reader(dump(rollout), 1 << 30).output(), BatchKind.TENSORDICT)
     assert_same_batch(rollout.to_tensordict(), as_tensordict)
 
 
@@ -371,17 +373,17 @@ def test_a_dataproto_reads_as_the_tensordict_that_verl_makes_of_it() -> None:
 def test_a_dataproto_whose_names_clash_is_not_read_as_a_tensordict(proto: DataProto, key: str) -> None:
     assert_comes_back(proto)
     with pytest.raises(UnsupportedBatchError, match=key):
-        put_together(codec.Reader(dump(proto), 1 << 30).output(), BatchKind.TENSORDICT)
+        unflatten(codec.Reader(dump(proto), 1 << 30).output(), BatchKind.TENSORDICT)
 
 
 def test_non_tensors_without_rows_cannot_be_read_as_a_tensordict() -> None:
     with pytest.raises(UnsupportedBatchError, match="0 rows"):
-        put_together(codec.Reader(dump(rollout_output(0)), 1 << 30).output(), BatchKind.TENSORDICT)
+        unflatten(codec.Reader(dump(rollout_output(0)), 1 << 30).output(), BatchKind.TENSORDICT)
 
 
 def test_a_tensordict_is_not_turned_into_a_dataproto() -> None:
     with pytest.raises(UnsupportedBatchError, match="recorded as a TensorDict"):
-        put_together(take_apart(TensorDict({"a": torch.ones(2)}, batch_size=[2])), BatchKind.DATAPROTO)
+        unflatten(flatten(TensorDict({"a": torch.ones(2)}, batch_size=[2])), BatchKind.DATAPROTO)
 
 
 def foreign_file() -> bytes:
@@ -393,11 +395,11 @@ def foreign_file() -> bytes:
 def with_description(data: bytes, change: dict[str, Any]) -> bytes:
     """The same file with another description of itself."""
     table = table_of(data)
-    described = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[codec.METADATA_KEY])
+    described = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[METADATA_KEY])
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, table.schema.remove_metadata(), store_schema=False) as writer:
         writer.write_table(table)
-        writer.add_key_value_metadata({codec.METADATA_KEY: json.dumps({**described, **change}).encode()})
+        writer.add_key_value_metadata({METADATA_KEY: json.dumps({**described, **change}).encode()})
     return sink.getvalue()
 
 
@@ -413,7 +415,7 @@ def test_what_is_no_parquet_file_is_corrupt(data: bytes) -> None:
 
 
 def test_a_newer_format_asks_for_an_upgrade() -> None:
-    data = with_description(dump(rollout_output()), {"format_version": codec.FORMAT_VERSION + 1})
+    data = with_description(dump(rollout_output()), {"format_version": FORMAT_VERSION + 1})
     with pytest.raises(NewerFormatError, match="Upgrade verl-rollout-skip"):
         codec.Reader(data, 1 << 30)
 

@@ -20,8 +20,8 @@ from verl import DataProto
 from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 
 from tests.batches import assert_comes_back, objects
-from verl_rollout_skip.store import encoder, padding
-from verl_rollout_skip.store.dtypes import TORCH_DTYPES
+from verl_rollout_skip.store.codec import encoder, padding
+from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES
 
 FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn"]
 NUMPY_CODES = ["?", "b", "B", "<i2", ">i4", "<i8", "<u8", "<f2", ">f4", "<f8", "<c8", ">c16", "<M8[ns]", "<m8[25s]"]

@@ -12,7 +12,7 @@ import torch
 
 from tests.batches import assert_comes_back, bits_of, data_proto, dump
 from verl_rollout_skip.errors import UnsupportedBatchError
-from verl_rollout_skip.store.dtypes import (
+from verl_rollout_skip.store.codec.dtypes import (
     TORCH_DTYPES,
     as_integers,
     element_of,

@@ -20,7 +20,7 @@ from verl_rollout_skip.errors import ManifestError
 from verl_rollout_skip.fingerprint import make_fingerprint
 from verl_rollout_skip.layout import gpu_layout, layout_difference, versions
 from verl_rollout_skip.manifest import Manifest, Recording, read_manifest, write_manifest
-from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.storage.locations import open_storage
 
 CONFIG = {
     "actor_rollout_ref": {
@@ -187,7 +187,7 @@ def test_several_processes_can_start_recording_at_the_same_moment(tmp_path: Path
 import json, sys, time
 from verl_rollout_skip.fingerprint import make_fingerprint
 from verl_rollout_skip.manifest import Manifest, Recording, write_manifest
-from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.storage.locations import open_storage
 folder, number, config = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 print("ready", flush=True); sys.stdin.readline()
 storage = open_storage(folder)

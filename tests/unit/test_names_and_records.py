@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from tests.batches import rollout_output
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import CorruptEntryError, NewerFormatError
-from verl_rollout_skip.store import local, names
-from verl_rollout_skip.store.entry import EntryRecord, parse_record, record_bytes
+from verl_rollout_skip.store import names
+from verl_rollout_skip.store.record import EntryRecord, parse_record, record_bytes
+from verl_rollout_skip.store.storage import local
 
 KEYS = st.builds(RolloutKey, st.integers(0, 10**9), st.integers(0, 10**6))
 JSON = st.recursive(
@@ -174,7 +175,7 @@ def test_the_temporary_file_of_a_process_that_is_gone_is_a_leftover() -> None:
     """The name is made by a process of its own that has ended by the time we look."""
     script = (
         "import os, tempfile\n"
-        "from verl_rollout_skip.store.local import LocalStorage\n"
+        "from verl_rollout_skip.store.storage.local import LocalStorage\n"
         "staged = LocalStorage(tempfile.mkdtemp()).stage('step_000001')\n"
         "print(staged.temporary)\n"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from verl_rollout_skip.store.padding import Spans, find_spans, mask_rows, position_rows, proves, row_chunks
+from verl_rollout_skip.store.codec.padding import Spans, find_spans, mask_rows, position_rows, proves, row_chunks
 
 EVERYTHING = slice(None)
 

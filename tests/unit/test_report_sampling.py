@@ -7,7 +7,7 @@ import pytest
 
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.report.sampling import TOKEN_BUDGET, Sampling, ranked_rows
-from verl_rollout_skip.store.entry import EntryRecord
+from verl_rollout_skip.store.record import EntryRecord
 
 DIGESTS = [f"{number:032x}" for number in range(256)]
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tests.arithmetic_run import make_tokenizer, token_of_byte
 from verl_rollout_skip.errors import StoreError
 from verl_rollout_skip.report.tokens import PieceKind, TokenTexts, find_token_texts
-from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.storage.locations import open_storage
 
 TOKENIZER = make_tokenizer()
 TEXTS = TokenTexts(TOKENIZER, "here")

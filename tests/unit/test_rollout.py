@@ -21,7 +21,7 @@ from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import DiskLimitError, DumpError, EntryExistsError, EntryNotFoundError, MismatchError
 from verl_rollout_skip.manifest import Manifest
 from verl_rollout_skip.rollout import RolloutSkip
-from verl_rollout_skip.store.local import LocalStorage
+from verl_rollout_skip.store.storage.local import LocalStorage
 
 K1, K2, K3, K4 = (RolloutKey(step) for step in range(1, 5))
 

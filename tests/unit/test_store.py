@@ -32,7 +32,7 @@ from verl_rollout_skip.errors import (
     StoreError,
     UnsupportedBatchError,
 )
-from verl_rollout_skip.store.local import LocalStorage
+from verl_rollout_skip.store.storage.local import LocalStorage
 
 K = RolloutKey(1)
 

@@ -14,9 +14,9 @@ from verl_rollout_skip.entries import Entries
 from verl_rollout_skip.errors import ConfigError, ManifestError, StoreError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size
-from verl_rollout_skip.store.entry import EntryRecord
-from verl_rollout_skip.store.local import LocalStorage, free_bytes
-from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.record import EntryRecord
+from verl_rollout_skip.store.storage.local import LocalStorage, free_bytes
+from verl_rollout_skip.store.storage.locations import open_storage
 from verl_rollout_skip.transfer import Copied, Outcome, copy_description, copy_entries
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from verl_rollout_skip.decoding import need_decoder
 from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.exporting import Format, export
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.store.locations import is_url
+from verl_rollout_skip.store.storage.locations import is_url
 from verl_rollout_skip.trajectories import Trajectory, read_trajectories
 
 

@@ -18,8 +18,8 @@ from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, StoreErr
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME, Manifest, folder_of, read_manifest
 from verl_rollout_skip.store import names
-from verl_rollout_skip.store.locations import is_url, join, open_storage
 from verl_rollout_skip.store.storage import HERE, Storage
+from verl_rollout_skip.store.storage.locations import is_url, join, open_storage
 
 if TYPE_CHECKING:
     from verl_rollout_skip.store.store import RolloutStore

@@ -14,7 +14,7 @@ from verl_rollout_skip.cli.text import NOTHING, line, moment, number, seconds, t
 from verl_rollout_skip.entries import Unreadable, describe_steps
 from verl_rollout_skip.fingerprint import difference
 from verl_rollout_skip.sizes import format_size
-from verl_rollout_skip.store.entry import EntryRecord
+from verl_rollout_skip.store.record import EntryRecord
 
 _ROUGHLY = 10
 

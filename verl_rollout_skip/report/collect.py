@@ -18,7 +18,7 @@ from verl_rollout_skip.manifest import Manifest, read_manifest
 from verl_rollout_skip.report.entry_view import Counted, EntryReader, EntryView, Json, broken_view
 from verl_rollout_skip.report.sampling import Sampling
 from verl_rollout_skip.report.tokens import TokenTexts, find_token_texts
-from verl_rollout_skip.store.entry import EntryRecord
+from verl_rollout_skip.store.record import EntryRecord
 
 # What would end the script element, or a line of JavaScript, or cannot be UTF-8.
 _UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")

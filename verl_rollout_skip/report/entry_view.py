@@ -21,7 +21,7 @@ from verl_rollout_skip.report.rows import RowReader
 from verl_rollout_skip.report.sampling import Sampling, ranked_rows
 from verl_rollout_skip.report.tokens import Piece, TokenTexts
 from verl_rollout_skip.store import commit
-from verl_rollout_skip.store.local import LocalStorage
+from verl_rollout_skip.store.storage.local import LocalStorage
 
 Json = dict[str, Any]
 

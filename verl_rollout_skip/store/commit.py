@@ -33,15 +33,15 @@ from verl_rollout_skip.errors import (
 )
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store import names
-from verl_rollout_skip.store.entry import (
+from verl_rollout_skip.store.record import (
     MAX_RECORD_BYTES,
     EntryRecord,
     make_record,
     parse_record,
     record_bytes,
 )
-from verl_rollout_skip.store.local import is_own_leftover
 from verl_rollout_skip.store.storage import FileInfo, Staged, Storage
+from verl_rollout_skip.store.storage.local import is_own_leftover
 
 if TYPE_CHECKING:
     from verl_rollout_skip.store import codec

@@ -25,14 +25,14 @@ from verl_rollout_skip.errors import (
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size, parse_size
 from verl_rollout_skip.store import codec, commit, names
-from verl_rollout_skip.store.batch import Batch, BatchKind, put_together
-from verl_rollout_skip.store.decoder import damage_is_corruption
-from verl_rollout_skip.store.entry import MAX_RECORD_BYTES, EntryRecord, record_bytes
-from verl_rollout_skip.store.local import LocalStorage, free_bytes
-from verl_rollout_skip.store.locations import open_storage
+from verl_rollout_skip.store.codec.batch import Batch, BatchKind, unflatten
+from verl_rollout_skip.store.codec.decoder import damage_is_corruption
+from verl_rollout_skip.store.codec.snapshot import Copy
 from verl_rollout_skip.store.prefetch import Prefetcher
-from verl_rollout_skip.store.snapshot import Copy
+from verl_rollout_skip.store.record import MAX_RECORD_BYTES, EntryRecord, record_bytes
 from verl_rollout_skip.store.storage import FileInfo, Storage
+from verl_rollout_skip.store.storage.local import LocalStorage, free_bytes
+from verl_rollout_skip.store.storage.locations import open_storage
 from verl_rollout_skip.store.writer import BackgroundWriter, Job
 
 logger = logging.getLogger(__name__)
@@ -365,7 +365,7 @@ def _present(batch: Batch, kind: BatchKind | str | None) -> Any:
     if wanted is None and batch.kind is BatchKind.DATAPROTO and importlib.util.find_spec("verl") is None:
         wanted = BatchKind.TENSORDICT
     with damage_is_corruption():
-        return put_together(batch, wanted)
+        return unflatten(batch, wanted)
 
 
 def _json_copy(info: dict[str, Any]) -> dict[str, Any]:

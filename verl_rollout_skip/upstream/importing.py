@@ -25,7 +25,7 @@ from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import Manifest, check_manifest, variant_name, write_manifest
 from verl_rollout_skip.prompts import SAMPLING, sampling_of
 from verl_rollout_skip.store import codec
-from verl_rollout_skip.store.locations import join, open_storage
+from verl_rollout_skip.store.storage.locations import join, open_storage
 from verl_rollout_skip.store.store import RolloutStore
 from verl_rollout_skip.tokenizer import copy_tokenizer
 from verl_rollout_skip.upstream.batches import DataProtoParts

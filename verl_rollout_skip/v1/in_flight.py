@@ -17,7 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from verl_rollout_skip.errors import InertError
 from verl_rollout_skip.prompts import UID
-from verl_rollout_skip.store import cells
+from verl_rollout_skip.store.codec import cells
 
 # It says when a prompt was sent off, not what it is.
 _NOT_OF_THE_PROMPT = "global_steps"

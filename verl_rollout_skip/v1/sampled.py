@@ -18,8 +18,8 @@ from transfer_queue import KVBatchMeta
 
 from verl_rollout_skip.errors import QueueError, UnsupportedBatchError
 from verl_rollout_skip.prompts import UID, OtherInput
-from verl_rollout_skip.store import cells
-from verl_rollout_skip.store.batch import BatchKind
+from verl_rollout_skip.store.codec import cells
+from verl_rollout_skip.store.codec.batch import BatchKind
 from verl_rollout_skip.store.store import LoadedEntry
 
 PARTITION = "train"

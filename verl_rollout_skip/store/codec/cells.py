@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
-from verl_rollout_skip.store import images
-from verl_rollout_skip.store.dtypes import TORCH_DTYPES, tensor_bits, tensor_from_bits
+from verl_rollout_skip.store.codec import images
+from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES, tensor_bits, tensor_from_bits
 
 TYPE = "$type"
 MAX_DEPTH = 100

@@ -23,7 +23,7 @@ import xxhash
 
 from verl_rollout_skip.errors import EntryTooLargeError, UnsafePathError
 from verl_rollout_skip.store.names import TEMPORARY
-from verl_rollout_skip.store.storage import FileInfo, Staged, too_large
+from verl_rollout_skip.store.storage.contract import FileInfo, Staged, too_large
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Opening a named pipe would wait for a writer without O_NONBLOCK.

@@ -20,7 +20,7 @@ import pyarrow as pa
 import torch
 
 from verl_rollout_skip.errors import CorruptEntryError
-from verl_rollout_skip.store.dtypes import (
+from verl_rollout_skip.store.codec.dtypes import (
     NUMPY_NUMBERS,
     TORCH_DTYPES,
     Element,
@@ -30,8 +30,8 @@ from verl_rollout_skip.store.dtypes import (
     tensor_from_bits,
     to_stored,
 )
-from verl_rollout_skip.store.padding import WINDOWS, Spans, mask_rows, position_rows, row_chunks
-from verl_rollout_skip.store.table import ColumnReader, list_array, list_field
+from verl_rollout_skip.store.codec.padding import WINDOWS, Spans, mask_rows, position_rows, row_chunks
+from verl_rollout_skip.store.codec.table import ColumnReader, list_array, list_field
 
 _STORED = {
     "bool",

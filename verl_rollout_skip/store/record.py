@@ -20,7 +20,7 @@ from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store.format import FORMAT_VERSION, check_version
 
 if TYPE_CHECKING:
-    from verl_rollout_skip.store.encoder import Summary
+    from verl_rollout_skip.store.codec.encoder import Summary
 
 MAX_RECORD_BYTES = 16 << 20
 _CHECKSUM = b',\n  "checksum": "'

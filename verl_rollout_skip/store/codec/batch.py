@@ -49,7 +49,7 @@ class Batch:
     device: str | None = None
 
 
-def take_apart(batch: Any) -> Batch:
+def flatten(batch: Any) -> Batch:
     """Turn a DataProto or a TensorDict into a ``Batch`` that shares its storage."""
     if isinstance(batch, TensorDict):
         taken = _take_tensordict(batch)
@@ -67,8 +67,8 @@ def take_apart(batch: Any) -> Batch:
     return taken
 
 
-def put_together(batch: Batch, kind: BatchKind | None = None) -> Any:
-    """The inverse of ``take_apart``; ``kind`` overrides what the batch was."""
+def unflatten(batch: Batch, kind: BatchKind | None = None) -> Any:
+    """The inverse of ``flatten``; ``kind`` overrides what the batch was."""
     if (kind or batch.kind) is BatchKind.DATAPROTO:
         if batch.kind is not BatchKind.DATAPROTO:
             raise UnsupportedBatchError(

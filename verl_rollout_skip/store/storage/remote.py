@@ -16,7 +16,7 @@ from typing import Any
 import fsspec
 
 from verl_rollout_skip.errors import EntryTooLargeError
-from verl_rollout_skip.store.storage import HERE, FileInfo, Staged, too_large
+from verl_rollout_skip.store.storage.contract import HERE, FileInfo, Staged, too_large
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "az"}
 _EXTRA = "Install it with pip install 'verl-rollout-skip[remote]'."

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 import xxhash
 
-from verl_rollout_skip.store.cells import blob_size
-from verl_rollout_skip.store.dtypes import TORCH_DTYPES, tensor_bits, tensor_from_bits
+from verl_rollout_skip.store.codec.cells import blob_size
+from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES, tensor_bits, tensor_from_bits
 
 _SMALL_TENSOR = 1 << 20
 # There may be thousands of cells.

@@ -12,11 +12,18 @@ import torch
 
 from verl_rollout_skip.errors import ChangedBatchError, StoreError, UnsupportedBatchError
 from verl_rollout_skip.sizes import format_size
-from verl_rollout_skip.store import cells
-from verl_rollout_skip.store.batch import Batch, BatchKind, Path, take_apart
-from verl_rollout_skip.store.cells import CellColumn
-from verl_rollout_skip.store.dtypes import Element, as_integers, element_of, narrower, refuse_unsupported, same_bits
-from verl_rollout_skip.store.forms import (
+from verl_rollout_skip.store.codec import cells
+from verl_rollout_skip.store.codec.batch import Batch, BatchKind, Path, flatten
+from verl_rollout_skip.store.codec.cells import CellColumn
+from verl_rollout_skip.store.codec.dtypes import (
+    Element,
+    as_integers,
+    element_of,
+    narrower,
+    refuse_unsupported,
+    same_bits,
+)
+from verl_rollout_skip.store.codec.encodings import (
     Concat,
     Dense,
     Form,
@@ -31,7 +38,7 @@ from verl_rollout_skip.store.forms import (
     count_up,
     interleave,
 )
-from verl_rollout_skip.store.padding import (
+from verl_rollout_skip.store.codec.padding import (
     WINDOWS,
     Spans,
     find_spans,
@@ -40,7 +47,7 @@ from verl_rollout_skip.store.padding import (
     proves,
     row_chunks,
 )
-from verl_rollout_skip.store.snapshot import Copy, NonZero, Snapshot, held_bytes
+from verl_rollout_skip.store.codec.snapshot import Copy, NonZero, Snapshot, held_bytes
 from verl_rollout_skip.store.threads import map_in_threads
 
 # Parquet readers refuse a description of more than 100 MB.
@@ -145,7 +152,7 @@ def take(given: Any, copy: Copy = Copy.NOTHING, whose: str = "") -> Part:
 
     This runs on the training thread, so it does only what cannot wait; ``plan`` does the rest.
     """
-    batch = take_apart(given)
+    batch = flatten(given)
     snapshot = None if copy is Copy.NOTHING else Snapshot(copy, whose)
     objects = []
     tensors: dict[Path, torch.Tensor | NonZero] = {}

@@ -19,14 +19,14 @@ import torch
 from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size
-from verl_rollout_skip.store import cells
-from verl_rollout_skip.store.batch import Batch, BatchKind
-from verl_rollout_skip.store.columns import cell_type
+from verl_rollout_skip.store.codec import cells
+from verl_rollout_skip.store.codec.batch import Batch, BatchKind
+from verl_rollout_skip.store.codec.columns import cell_type
+from verl_rollout_skip.store.codec.encodings import FORMS, Form, Reading, Same, form_from_json, natural
+from verl_rollout_skip.store.codec.padding import Spans
+from verl_rollout_skip.store.codec.pages import read_columns
+from verl_rollout_skip.store.codec.table import ColumnReader
 from verl_rollout_skip.store.format import METADATA_KEY, check_version
-from verl_rollout_skip.store.forms import FORMS, Form, Reading, Same, form_from_json, natural
-from verl_rollout_skip.store.padding import Spans
-from verl_rollout_skip.store.pages import read_columns
-from verl_rollout_skip.store.table import ColumnReader
 from verl_rollout_skip.store.threads import map_in_threads, worker_count
 
 # A Python object takes at least so much memory, however little it takes in the file.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl_rollout_skip.store.local import LocalStorage
-from verl_rollout_skip.store.remote import RemoteStorage
-from verl_rollout_skip.store.storage import Storage
+from verl_rollout_skip.store.storage.contract import Storage
+from verl_rollout_skip.store.storage.local import LocalStorage
+from verl_rollout_skip.store.storage.remote import RemoteStorage
 
 # fsspec also knows chains, such as simplecache::s3://bucket. A path with :// further behind is a path.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")

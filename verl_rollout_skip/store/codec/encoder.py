@@ -21,12 +21,12 @@ import xxhash
 
 from verl_rollout_skip.errors import UnsupportedBatchError
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.store import cells, columns
-from verl_rollout_skip.store.columns import Numbers, Objects, Part, Prepared, cell_type
+from verl_rollout_skip.store.codec import cells, columns
+from verl_rollout_skip.store.codec.columns import Numbers, Objects, Part, Prepared, cell_type
+from verl_rollout_skip.store.codec.encodings import Jagged, Rows, Same, form_to_json
+from verl_rollout_skip.store.codec.padding import Spans
+from verl_rollout_skip.store.codec.table import list_array, list_field
 from verl_rollout_skip.store.format import FORMAT_VERSION, METADATA_KEY
-from verl_rollout_skip.store.forms import Jagged, Rows, Same, form_to_json
-from verl_rollout_skip.store.padding import Spans
-from verl_rollout_skip.store.table import list_array, list_field
 from verl_rollout_skip.store.threads import map_in_threads
 
 _RESERVED = ("skip__", "in__", "out__")

@@ -1,0 +1,28 @@
+"""Rollouts to Parquet and back: ``prepare`` and ``write`` on the way in, ``Reader`` on the way out.
+
+The names are imported when they are used: they need torch, and those who only look at columns do not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_rollout_skip.store.codec.columns import Part, Prepared, Proof, prepare, take
+    from verl_rollout_skip.store.codec.decoder import Reader
+    from verl_rollout_skip.store.codec.encoder import Summary, prompt_digests, write
+
+_HOMES = {
+    **dict.fromkeys(("Part", "Prepared", "Proof", "prepare", "take"), "columns"),
+    "Reader": "decoder",
+    **dict.fromkeys(("Summary", "prompt_digests", "write"), "encoder"),
+}
+
+__all__ = ["Part", "Prepared", "Proof", "Reader", "Summary", "prepare", "prompt_digests", "take", "write"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
