@@ -16,7 +16,6 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
 
-from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store import codec
 from verl_rollout_skip.store.codec.batch import unflatten
 
@@ -102,13 +101,15 @@ def objects(values: list[Any]) -> np.ndarray:
 def dump(batch: Any, inputs: Any = None) -> bytes:
     """The Parquet file of a rollout step, without a store around it."""
     sink = io.BytesIO()
-    codec.write(codec.prepare(batch, inputs), RolloutKey(1), sink)
+    plan = codec.plan(codec.prepare(batch, inputs))
+    (rows,) = plan.split(1 << 40)
+    plan.write(rows, sink)
     return sink.getvalue()
 
 
 def load(data: bytes) -> tuple[Any, Any]:
     """Output and input (None if there was none) of a rollout step from its Parquet file."""
-    reader = codec.Reader(data, limit=1 << 30)
+    reader = codec.Reader([data], limit=1 << 30)
     return unflatten(reader.output()), unflatten(reader.input()) if reader.has_input else None
 
 

@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import xxhash
 
 from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, RolloutSkipError
-from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store import names
 from verl_rollout_skip.store.codec.pages import read_columns
@@ -51,9 +50,8 @@ class EntryColumns:
                 raise CorruptEntryError("It is a Parquet file, but not one that this package wrote.")
             self.description: dict[str, Any] = json.loads(text)
             check_version(self.description["format_version"])
-            found = RolloutKey(*self.description["key"])
-            if found != record.key or metadata.num_rows != record.rows:
-                raise CorruptEntryError(f"It holds {found} with {metadata.num_rows} rows.")
+            if metadata.num_rows != record.rows:
+                raise CorruptEntryError(f"It holds {metadata.num_rows} rows, its record says {record.rows}.")
             self.names = frozenset(self._file.schema_arrow.names)
 
     def column(self, name: str) -> pa.ChunkedArray:

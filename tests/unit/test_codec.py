@@ -33,7 +33,6 @@ from verl_rollout_skip.errors import (
     StoreError,
     UnsupportedBatchError,
 )
-from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store import codec
 from verl_rollout_skip.store.codec import encoder
 from verl_rollout_skip.store.codec.batch import BatchKind, flatten, unflatten
@@ -49,7 +48,18 @@ def columns_of(data: bytes) -> list[str]:
 
 
 def summary_of(batch: Any, inputs: Any = None) -> codec.Summary:
-    return codec.write(codec.prepare(batch, inputs), RolloutKey(1), io.BytesIO())
+    plan = codec.plan(codec.prepare(batch, inputs))
+    for rows in plan.split(1 << 40):
+        plan.write(rows, io.BytesIO())
+    return plan.summary()
+
+
+def written(prepared: codec.Prepared) -> bytes:
+    """The Parquet file of a rollout step that was prepared before."""
+    plan, sink = codec.plan(prepared), io.BytesIO()
+    (rows,) = plan.split(1 << 40)
+    plan.write(rows, sink)
+    return sink.getvalue()
 
 
 def tensor_bytes(proto: DataProto) -> int:
@@ -288,9 +298,7 @@ def test_a_dump_is_not_changed_by_what_happens_to_the_batch_afterwards() -> None
     given.non_tensor_batch.pop("uid")
     given.meta_info.clear()
 
-    sink = io.BytesIO()
-    codec.write(prepared, RolloutKey(1), sink)
-    loaded, loaded_input = load(sink.getvalue())
+    loaded, loaded_input = load(written(prepared))
     assert_same_batch(expected, loaded)
     assert_same_batch(expected_input, loaded_input)
 
@@ -307,9 +315,7 @@ def test_a_dumped_tensordict_is_not_changed_by_what_happens_to_it_afterwards() -
     batch["cells"][0]["a"].append(5)
     batch["meta"]["k"].append(5)
     batch.pop("nested")
-    sink = io.BytesIO()
-    codec.write(prepared, RolloutKey(1), sink)
-    assert_same_batch(made(), load(sink.getvalue())[0])
+    assert_same_batch(made(), load(written(prepared))[0])
 
 
 def test_dumping_changes_nothing_in_the_batch() -> None:
@@ -356,7 +362,7 @@ def test_any_changed_value_changes_the_content(key: str) -> None:
 def test_a_dataproto_reads_as_the_tensordict_that_verl_makes_of_it() -> None:
     rollout = rollout_output()
     rollout.non_tensor_batch["extra"] = objects([{"a": [row]} for row in range(8)])
-    as_tensordict = unflatten(codec.Reader(dump(rollout), 1 << 30).output(), BatchKind.TENSORDICT)
+    as_tensordict = unflatten(codec.Reader([dump(rollout)], 1 << 30).output(), BatchKind.TENSORDICT)
     assert_same_batch(rollout.to_tensordict(), as_tensordict)
 
 
@@ -373,12 +379,12 @@ def test_a_dataproto_reads_as_the_tensordict_that_verl_makes_of_it() -> None:
 def test_a_dataproto_whose_names_clash_is_not_read_as_a_tensordict(proto: DataProto, key: str) -> None:
     assert_comes_back(proto)
     with pytest.raises(UnsupportedBatchError, match=key):
-        unflatten(codec.Reader(dump(proto), 1 << 30).output(), BatchKind.TENSORDICT)
+        unflatten(codec.Reader([dump(proto)], 1 << 30).output(), BatchKind.TENSORDICT)
 
 
 def test_non_tensors_without_rows_cannot_be_read_as_a_tensordict() -> None:
     with pytest.raises(UnsupportedBatchError, match="0 rows"):
-        unflatten(codec.Reader(dump(rollout_output(0)), 1 << 30).output(), BatchKind.TENSORDICT)
+        unflatten(codec.Reader([dump(rollout_output(0))], 1 << 30).output(), BatchKind.TENSORDICT)
 
 
 def test_a_tensordict_is_not_turned_into_a_dataproto() -> None:
@@ -405,38 +411,38 @@ def with_description(data: bytes, change: dict[str, Any]) -> bytes:
 
 def test_a_parquet_file_of_somebody_else_is_named_as_such() -> None:
     with pytest.raises(CorruptEntryError, match="not one that this package wrote"):
-        codec.Reader(foreign_file(), 1 << 30)
+        codec.Reader([foreign_file()], 1 << 30)
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet at all" * 100], ids=["empty", "magic", "text"])
 def test_what_is_no_parquet_file_is_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptEntryError):
-        codec.Reader(data, 1 << 30)
+        codec.Reader([data], 1 << 30)
 
 
 def test_a_newer_format_asks_for_an_upgrade() -> None:
     data = with_description(dump(rollout_output()), {"format_version": FORMAT_VERSION + 1})
     with pytest.raises(NewerFormatError, match="Upgrade verl-rollout-skip"):
-        codec.Reader(data, 1 << 30)
+        codec.Reader([data], 1 << 30)
 
 
 @pytest.mark.parametrize("version", [0, -1, None, "1", 1.0, True, [1]])
 def test_a_format_version_that_is_none_is_corrupt(version: Any) -> None:
     with pytest.raises(CorruptEntryError):
-        codec.Reader(with_description(dump(rollout_output()), {"format_version": version}), 1 << 30)
+        codec.Reader([with_description(dump(rollout_output()), {"format_version": version})], 1 << 30)
 
 
-@pytest.mark.parametrize("change", [{"rows": 7}, {"key": [-1]}, {"key": "x"}, {"output": None}, {"rows": True}])
+@pytest.mark.parametrize("change", [{"rows": 7}, {"rows": -1}, {"output": None}, {"rows": True}])
 def test_a_description_that_does_not_fit_is_corrupt(change: dict) -> None:
     data = with_description(dump(rollout_output()), change)
     with pytest.raises(CorruptEntryError):
-        codec.Reader(data, 1 << 30).output()
+        codec.Reader([data], 1 << 30).output()
 
 
 def test_the_memory_that_loading_takes_is_bounded() -> None:
     data = dump(rollout_output(rows=64, prompt_width=64, response_width=512))
     with pytest.raises(EntryTooLargeError, match="max_load_bytes"):
-        codec.Reader(data, 100_000).output()
+        codec.Reader([data], 100_000).output()
 
 
 def test_input_and_output_must_have_the_same_rows() -> None:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 5
+_PART_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,10 @@ def commit(
     started = time.perf_counter()
     with storage.stage(names.folder_name(key)) as staged:
         try:
-            summary = codec.write(prepared, key, staged.stream)
+            plan = codec.plan(prepared)
+            (rows,) = plan.split(_PART_BYTES)
+            plan.write(rows, staged.stream)
+            summary = plan.summary()
         finally:
             prepared.raise_if_changed()  # also if it failed: a tensor that changes under the encoder may be the reason
         staged.stream.close()

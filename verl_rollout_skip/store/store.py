@@ -277,11 +277,9 @@ class RolloutStore:
     def _open(self, key: RolloutKey, committed: commit.Committed) -> codec.Reader:
         where = self._storage.where(names.folder_name(key), names.data_name(key))
         try:
-            reader = codec.Reader(committed.data, self._load_limit())
-            if reader.key != key or reader.rows != committed.record.rows:
-                raise CorruptEntryError(
-                    f"It holds {reader.key} with {reader.rows} rows, its record says {committed.record.rows} rows."
-                )
+            reader = codec.Reader([committed.data], self._load_limit())
+            if reader.rows != committed.record.rows:
+                raise CorruptEntryError(f"It holds {reader.rows} rows, its record says {committed.record.rows}.")
         except StoreError as error:
             raise type(error)(f"The entry of {key} cannot be used: {where}. {error}") from error
         return reader

@@ -1,4 +1,4 @@
-"""Rollouts to Parquet and back: ``prepare`` and ``write`` on the way in, ``Reader`` on the way out.
+"""Rollouts to Parquet and back: ``prepare`` and ``plan`` on the way in, ``Reader`` on the way out.
 
 The names are imported when they are used: they need torch, and those who only look at columns do not.
 """
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verl_rollout_skip.store.codec.columns import Part, Prepared, Proof, prepare, take
     from verl_rollout_skip.store.codec.decoder import Reader
-    from verl_rollout_skip.store.codec.encoder import Summary, prompt_digests, write
+    from verl_rollout_skip.store.codec.encoder import Plan, Summary, plan, prompt_digests
 
 _HOMES = {
     **dict.fromkeys(("Part", "Prepared", "Proof", "prepare", "take"), "columns"),
     "Reader": "decoder",
-    **dict.fromkeys(("Summary", "prompt_digests", "write"), "encoder"),
+    **dict.fromkeys(("Plan", "Summary", "plan", "prompt_digests"), "encoder"),
 }
 
-__all__ = ["Part", "Prepared", "Proof", "Reader", "Summary", "prepare", "prompt_digests", "take", "write"]
+__all__ = ["Part", "Plan", "Prepared", "Proof", "Reader", "Summary", "plan", "prepare", "prompt_digests", "take"]
 
 
 def __getattr__(name: str) -> Any:

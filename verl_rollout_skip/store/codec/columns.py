@@ -150,7 +150,7 @@ def prepare(batch: Any, inputs: Any = None, copy: Copy = Copy.NOTHING, proof: Pr
 def take(given: Any, copy: Copy = Copy.NOTHING, whose: str = "") -> Part:
     """Take from a batch what is written of it. ``whose`` goes before the names of its tensors in an error.
 
-    This runs on the training thread, so it does only what cannot wait; ``plan`` does the rest.
+    This runs on the training thread, so it does only what cannot wait; ``choose_encodings`` does the rest.
     """
     batch = flatten(given)
     snapshot = None if copy is Copy.NOTHING else Snapshot(copy, whose)
@@ -186,7 +186,7 @@ def take(given: Any, copy: Copy = Copy.NOTHING, whose: str = "") -> Part:
     return Part(batch, tensors, snapshot, objects, meta, lasting_meta)
 
 
-def plan(part: Part, echoed: Part | None = None) -> None:
+def choose_encodings(part: Part, echoed: Part | None = None) -> None:
     """Choose the form of every numeric column of a part. ``echoed`` is the output, when this is the input."""
     groups: dict[tuple[int, int], int] = {}
     parts: dict[str, Numbers] = {}

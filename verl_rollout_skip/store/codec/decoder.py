@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ import pyarrow.parquet as pq
 import torch
 
 from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, RolloutSkipError
-from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.codec import cells
 from verl_rollout_skip.store.codec.batch import Batch, BatchKind
@@ -39,21 +39,21 @@ _LENGTHS = {
 
 
 class Reader:
-    """A Parquet file whose bytes are in memory: output and input are decoded on demand.
+    """The parts of an entry, whose bytes are in memory: output and input are decoded on demand.
 
     ``limit`` is the most memory, in bytes, that decoding may take; the file's own claims are compared with it
     before anything is allocated.
     """
 
-    def __init__(self, data: Any, limit: int) -> None:
+    def __init__(self, datas: Sequence[Any], limit: int) -> None:
         self._limit = limit
         with damage_is_corruption():
+            (data,) = datas
             self._data = pa.py_buffer(data)
             self._columns = read_columns(memoryview(self._data).cast("B"))
             self._metadata = pq.read_metadata(pa.BufferReader(self._data))
             self._spec = self._read_spec()
-            key, rows = self._spec["key"], self._spec["rows"]
-            self.key = RolloutKey(*key)
+            rows = self._spec["rows"]
             if type(rows) is not int or rows != self._metadata.num_rows:
                 raise CorruptEntryError(f"The file claims {rows!r} rows and holds {self._metadata.num_rows}.")
             self.rows: int = rows
@@ -151,7 +151,7 @@ class Reader:
                 needed += size
         if needed > self._limit:
             raise EntryTooLargeError(
-                f"Loading {self.key} would take {format_size(needed)} of memory and {format_size(self._limit)} are "
+                f"Loading it would take {format_size(needed)} of memory and {format_size(self._limit)} are "
                 "allowed. Load it on a larger machine or raise max_load_bytes."
             )
 

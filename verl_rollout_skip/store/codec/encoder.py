@@ -1,6 +1,6 @@
-"""A rollout step into one Parquet file.
+"""A rollout step into Parquet files, its parts.
 
-``columns.prepare`` takes what must be taken on the training thread, ``write`` makes the file. The file describes itself
+``columns.prepare`` takes what must be taken on the training thread, ``plan`` does the rest. A part describes itself
 in its key-value metadata; readers that know nothing of that see one row per trajectory with ordinary columns. Names: a
 key of the output keeps its name, inputs are ``in__<key>``, and what this package adds is ``skip__<name>``; an output
 key that begins with one of these prefixes becomes ``out__<key>``.
@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import xxhash
 
 from verl_rollout_skip.errors import UnsupportedBatchError
-from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store.codec import cells, columns
 from verl_rollout_skip.store.codec.columns import Numbers, Objects, Part, Prepared, cell_type
 from verl_rollout_skip.store.codec.encodings import Jagged, Rows, Same, form_to_json
@@ -59,60 +58,80 @@ class Column:
         return _object_arrays(self.source, self.fields, rows)
 
 
-def write(prepared: Prepared, key: RolloutKey, sink: Any) -> Summary:
-    """Write the Parquet file into ``sink``, a file-like object or a pyarrow stream."""
-    output, given = prepared.output, prepared.input
-    columns.plan(output)
-    if given is not None:
-        columns.plan(given, echoed=output)
-    names = _Names()
-    output_layout = list(_layout(output, names, "", None))
-    input_layout = [] if given is None else list(_layout(given, names, "in__", output_layout))
-    layout = output_layout + input_layout
-    spec = {
-        "format_version": FORMAT_VERSION,
-        "key": [key.step, key.gen_batch],
-        "rows": output.batch.rows,
-        "output": _part_spec(output, output_layout),
-        "input": None if given is None else _part_spec(given, input_layout),
-    }
-    extras = _extra_columns(prepared)
-    fields = [field for column in layout for field in column.fields]
-    schema = pa.schema([*fields, *(field for field, _ in extras)])
-    digests = [xxhash.xxh3_128() for _ in layout]
-    scores: list[np.ndarray] = []
+class Plan:
+    """How a rollout step is stored: one encoding for each column, and the slices of rows that become parts.
 
-    def row_group(rows: slice) -> pa.Table:
+    ``write`` is called once for each slice of ``split``, in order; ``summary`` is known after the last.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        output, given = prepared.output, prepared.input
+        columns.choose_encodings(output)
+        if given is not None:
+            columns.choose_encodings(given, echoed=output)
+        names = _Names()
+        output_layout = list(_layout(output, names, "", None))
+        input_layout = [] if given is None else list(_layout(given, names, "in__", output_layout))
+        self._layout = output_layout + input_layout
+        self._spec = {
+            "format_version": FORMAT_VERSION,
+            "output": _part_spec(output, output_layout),
+            "input": None if given is None else _part_spec(given, input_layout),
+        }
+        self._extras = _extra_columns(prepared)
+        fields = [field for column in self._layout for field in column.fields]
+        self._schema = pa.schema([*fields, *(field for field, _ in self._extras)])
+        self._digests = [xxhash.xxh3_128() for _ in self._layout]
+        self._scores: list[np.ndarray] = []
+
+    def split(self, max_bytes: int) -> list[slice]:
+        """The rows of each part."""
+        return [slice(0, self._prepared.output.batch.rows)]
+
+    def write(self, rows: slice, sink: Any) -> None:
+        """Write the part with these rows into ``sink``, a file-like object or a pyarrow stream."""
+        spec = {**self._spec, "rows": rows.stop - rows.start}
+        with pq.ParquetWriter(sink, self._schema, **_parquet_options(self._layout, self._extras)) as writer:
+            writer.add_key_value_metadata({METADATA_KEY: json.dumps(spec).encode()})
+            # While one row group is compressed the next one is gathered.
+            table: pa.Table | None = None
+            for group in [*_row_groups(self._prepared), None]:
+                jobs: list[Callable[[], Any]] = []
+                if group is not None:
+                    jobs.append(partial(self._row_group, group))
+                if table is not None:
+                    jobs.append(partial(writer.write_table, table, row_group_size=table.num_rows or 1))
+                table = map_in_threads(lambda job: job(), jobs)[0]
+
+    def summary(self) -> Summary:
+        """What is worth knowing of the rollout, after all its parts were written."""
+        output = self._prepared.output
+        lengths = _token_lengths(output)
+        score = np.concatenate(self._scores) if self._scores else None
+        return Summary(
+            rows=output.batch.rows,
+            prompt_tokens=None if lengths is None else int(lengths[0].sum()),
+            response_tokens=None if lengths is None else int(lengths[1].sum()),
+            mean_score=None if score is None or not len(score) else float(score.mean()),
+            content_digest=_content_digest(self._prepared, self._spec, self._layout, self._digests),
+        )
+
+    def _row_group(self, rows: slice) -> pa.Table:
         arrays = []
-        for column, digest in zip(layout, digests, strict=True):
+        for column, digest in zip(self._layout, self._digests, strict=True):
             made = column.arrays(rows)
             arrays.extend(made)
             if column.source.path[-1] != "uid":
                 for array in made:
                     _digest_array(digest, array)
-        arrays.extend(_extra_array(values, rows, scores, output) for _, values in extras)
-        return pa.Table.from_arrays(arrays, schema=schema)
+        arrays.extend(_extra_array(values, rows, self._scores, self._prepared.output) for _, values in self._extras)
+        return pa.Table.from_arrays(arrays, schema=self._schema)
 
-    with pq.ParquetWriter(sink, schema, **_parquet_options(layout, extras)) as writer:
-        writer.add_key_value_metadata({METADATA_KEY: json.dumps(spec).encode()})
-        # While one row group is compressed the next one is gathered.
-        table: pa.Table | None = None
-        for rows in [*_row_groups(prepared), None]:
-            jobs: list[Callable[[], Any]] = []
-            if rows is not None:
-                jobs.append(partial(row_group, rows))
-            if table is not None:
-                jobs.append(partial(writer.write_table, table, row_group_size=table.num_rows or 1))
-            table = map_in_threads(lambda job: job(), jobs)[0]
-    lengths = _token_lengths(output)
-    score = np.concatenate(scores) if scores else None
-    return Summary(
-        rows=output.batch.rows,
-        prompt_tokens=None if lengths is None else int(lengths[0].sum()),
-        response_tokens=None if lengths is None else int(lengths[1].sum()),
-        mean_score=None if score is None or not len(score) else float(score.mean()),
-        content_digest=_content_digest(prepared, spec, layout, digests),
-    )
+
+def plan(prepared: Prepared) -> Plan:
+    """Choose how a rollout step is stored."""
+    return Plan(prepared)
 
 
 class _Names:
@@ -298,7 +317,7 @@ def _scores(part: Part, rows: slice) -> np.ndarray | None:
 def prompt_digests(inputs: Any) -> list[str] | None:
     """One digest for each row of a rollout step's input: equal rows have equal digests, whatever their uids."""
     part = columns.take(inputs)
-    columns.plan(part)
+    columns.choose_encodings(part)
     return _row_digests(part)
 
 
