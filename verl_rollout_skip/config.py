@@ -1,7 +1,7 @@
-"""The ``rollout_skip`` block of a training's configuration, read, checked and explained.
+"""Parses and validates the ``rollout_skip`` block of a training's configuration.
 
-Everything is checked here that can be known from the configuration and the file system alone, before any worker
-starts. Whether recorded rollouts fit is decided by ``variants.py``.
+All checks that need only the configuration and the file system are here; they run before any worker starts.
+``variants.py`` decides whether recorded rollouts match.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from verl_rollout_skip.store.storage.locations import is_url
 BLOCK = "rollout_skip"
 OLD_SWITCH = "actor_rollout_ref.rollout.skip_rollout"
 OLD_FOLDER = "actor_rollout_ref.rollout.skip_dump_dir"
-# verl's own skip, by version: 0.9.1 (V0, V1, fully async) and 0.8.0. In 0.6.1 and 0.7.1 it has our two old keys.
+# verl's own skip: 0.9.1 (V0, V1, fully async) and 0.8.0. verl 0.6.1 and 0.7.1 use the two old keys above.
 _UPSTREAM = ("skip.rollout", "skip.rollout_tq", "skip.async_rollout", "actor_rollout_ref.rollout.skip")
 _EQUIVALENTS = {"dump_dir": "dump_dir", "action": "mode", "steps": "steps", "max_dump_step": "max_dump_steps"}
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 _RAY_SESSION = re.compile(r"session_(latest|\d{4}-\d{2}-\d{2}_\d{2}-\d{2}-\d{2}_\d+_\d+)")
-# What verl 0.6.1 and 0.7.1 have in their YAML for skip_dump_dir, whether it is used or not.
+# The default of skip_dump_dir in verl 0.6.1 and 0.7.1, present even if the skip is off.
 _UPSTREAM_FOLDER = "/tmp/rollout_dump"
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A selection of training steps: all of them, or some ranges (both ends included)."""
+    """A selection of training steps: all steps, or inclusive ranges."""
 
     ranges: tuple[tuple[int, int], ...] | None = None
 
@@ -51,7 +51,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class SkipConfig:
-    """The checked settings. See the documentation of each key in docs/configuration.md."""
+    """The validated settings. docs/configuration.md documents each key."""
 
     mode: Mode = Mode.OFF
     dump_dir: str | None = None
@@ -82,18 +82,18 @@ class SkipConfig:
 
     @property
     def loads_rewards(self) -> bool:
-        """Whether every reward comes from disk, so that nothing has to be able to compute one."""
+        """Whether every reward comes from disk, so that no reward function or model is needed."""
         return not self.mode.generates and self.reward is Reward.RECORDED
 
     @classmethod
     def from_config(cls, config: DictConfig | Mapping[str, Any]) -> SkipConfig:
-        """Read the block ``rollout_skip`` and the two keys that users know; raise ``ConfigError`` on anything wrong."""
+        """Read the ``rollout_skip`` block and the two old keys; raise ``ConfigError`` if anything is wrong."""
         tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
         refuse_misspelled(tree)
         settings = cls._parse(_merge_old_keys(_block(tree), tree))._beside_source()
         if settings.mode is not Mode.OFF:
             _refuse_upstream(tree)
-            settings._check_places()
+            settings._check_folders()
         return settings
 
     @classmethod
@@ -101,7 +101,7 @@ class SkipConfig:
         names = [field.name for field in fields(cls)]
         for key in block:
             if key not in names:
-                raise ConfigError(f"{BLOCK}.{key} is no setting. {suggest(str(key), names)}")
+                raise ConfigError(f"{BLOCK}.{key} is not a setting. {suggest(str(key), names)}")
         values = dict(block)
         return cls(
             mode=choose(Mode, values.get("mode", Mode.OFF), f"{BLOCK}.mode"),
@@ -121,12 +121,12 @@ class SkipConfig:
         )
 
     def _beside_source(self) -> SkipConfig:
-        """Without a folder of its own, a training that reads from a run writes into the same one."""
+        """Without a ``dump_dir``, a training that reads from a run writes into the same run."""
         if self.source is None or self.dump_dir is not None or self.mode is not Mode.CACHE:
             return self
         return replace(self, dump_dir=dump_dir_of(self.source))
 
-    def _check_places(self) -> None:
+    def _check_folders(self) -> None:
         if self.dump_dir is None and not (self.source is not None and not self.mode.writes):
             raise ConfigError(
                 f"{BLOCK}.dump_dir is not set and mode is {self.mode.value!r}. Set it to an absolute path "
@@ -136,13 +136,13 @@ class SkipConfig:
             _check_folder(Path(self.dump_dir), writes=self.mode.writes)
         if self.mode is Mode.REPLAY and self.steps.ranges is not None and self.engine is not Engine.ON:
             raise ConfigError(
-                f"{BLOCK}.steps is {self.steps} and mode is 'replay': the other steps would have to be generated, and "
-                f"replay starts no engine. Use {BLOCK}.engine=on, or mode cache."
+                f"{BLOCK}.steps is {self.steps} and mode is 'replay': the other steps need to be generated, but "
+                f"replay starts no engine. Use {BLOCK}.engine=on or mode cache."
             )
         if self.engine is Engine.OFF and self.mode.generates:
             raise ConfigError(
-                f"{BLOCK}.engine is 'off' and mode {self.mode.value!r} generates what is not recorded. Use engine "
-                "'auto', or a mode that only loads: replay, repeat, repeat_last."
+                f"{BLOCK}.engine is 'off', but mode {self.mode.value!r} generates steps that are not recorded. Use "
+                "engine 'auto' or a mode that only loads: replay, repeat, repeat_last."
             )
 
 
@@ -150,39 +150,39 @@ _RUN_NAME = re.compile(r".+_TrainGBS\d+__InferGBS\d+__N\d+")
 
 
 def is_run_name(folder: str) -> bool:
-    """Whether a folder is named as run folders are."""
+    """Whether a folder has the name of a run folder."""
     return _RUN_NAME.fullmatch(folder) is not None
 
 
 def dump_dir_of(source: str) -> str:
-    """The dump_dir that a manifest or variant folder is in; raise if it is elsewhere."""
+    """The dump_dir that contains a manifest or variant folder; raise if it is not in one."""
     dump_dir, _, rest = source.removesuffix("/").removesuffix("/manifest.json").rpartition("/")
     dump_dir, _, run = dump_dir.rpartition("/")
     if not dump_dir.strip("/") or dump_dir.endswith(":/") or not is_run_name(run):
         raise ConfigError(
-            f"{source} does not stand in DUMP_DIR/RUN/{rest}, with a run folder as trainings name it (…_TrainGBS8__"
-            f"InferGBS8__N4), so there is no place beside it for new rollouts. Set {BLOCK}.dump_dir."
+            f"{source} is not at DUMP_DIR/RUN/{rest} with the name that trainings give a run folder (…_TrainGBS8__"
+            f"InferGBS8__N4), so new rollouts cannot go next to it. Set {BLOCK}.dump_dir."
         )
     return dump_dir
 
 
 def argument(key: str, value: str) -> str:
-    """A setting as it is typed on a command line: quoted for Hydra and for the shell if need be."""
+    """A setting as you type it on a command line, quoted for Hydra and the shell where needed."""
     if not re.fullmatch(r"[\w./:@%+-]+", value, re.ASCII):
         value = '"' + value.replace('"', '\\"') + '"'
     return shlex.quote(f"{key}={value}")
 
 
 def run_name(config: DictConfig | Mapping[str, Any]) -> str:
-    """The name of the run folder, which users know from verl."""
+    """The name of the run folder, in the format of verl's own skip."""
     tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     parts = {key: OmegaConf.select(tree, f"trainer.{key}") for key in ("experiment_name", "project_name")}
     for key, given in parts.items():
         value = "" if given is None else str(given)
         if not value or not value.isprintable() or {"/", "\\"} & set(value) or value.startswith("."):
             raise ConfigError(
-                f"trainer.{key} is {given!r}, which cannot be part of a folder name: it must be printable, without "
-                "slashes and not begin with a dot, so that the dumps stay inside dump_dir."
+                f"trainer.{key} is {given!r}, which cannot be part of a folder name. Use printable characters, no "
+                "slashes and no leading dot, so that the dumps stay inside dump_dir."
             )
     train_gbs = _needed_number(tree, "data.train_batch_size")
     gen_gbs = OmegaConf.select(tree, "data.gen_batch_size") or train_gbs
@@ -190,8 +190,8 @@ def run_name(config: DictConfig | Mapping[str, Any]) -> str:
     name = f"{parts['experiment_name']}_{parts['project_name']}_TrainGBS{train_gbs}__InferGBS{gen_gbs}__N{samples}"
     if len(name.encode()) > 255:
         raise ConfigError(
-            f"The run folder's name would be {len(name.encode())} bytes long, and file systems allow 255: shorten "
-            f"trainer.experiment_name or trainer.project_name. It would be {name!r}."
+            f"The name of the run folder is {len(name.encode())} bytes long, and file systems allow 255: {name!r}. "
+            "Shorten trainer.experiment_name or trainer.project_name."
         )
     return name
 
@@ -199,12 +199,12 @@ def run_name(config: DictConfig | Mapping[str, Any]) -> str:
 def _needed_number(config: DictConfig, key: str) -> int:
     value = OmegaConf.select(config, key)
     if not isinstance(value, int):
-        raise ConfigError(f"{key} is {value!r}; it must be a number, because the run folder is named by it.")
+        raise ConfigError(f"{key} is {value!r}; it must be a number, because it is part of the run folder's name.")
     return value
 
 
 def take_out_skip_keys(config: DictConfig) -> None:
-    """Remove the settings of this package from a configuration: verl's workers refuse keys that they do not know."""
+    """Remove the settings of this package from a configuration: verl's workers reject unknown keys."""
     with open_dict(config):
         config.pop(BLOCK, None)
         rollout = OmegaConf.select(config, "actor_rollout_ref.rollout")
@@ -223,14 +223,14 @@ def parse_steps(value: Any, key: str) -> Steps:
     for item in items:
         match = _RANGE.fullmatch(str(item))
         if isinstance(item, bool) or match is None:
-            raise ConfigError(f'{key} has {item!r}; give "all" or steps and ranges such as [1, 2, "10-20"].')
+            raise ConfigError(f'{key} has {item!r}; use "all", or steps and ranges such as [1, 2, "10-20"].')
         first, last = int(match[1]), int(match[2] or match[1])
         if first < 1 or last < first:
-            reason = "steps are counted from 1" if first < 1 else "the range ends before it begins"
+            reason = "steps start at 1" if first < 1 else "the range ends before it begins"
             raise ConfigError(f"{key} has {item!r}: {reason}.")
         ranges.append((first, last))
     if not ranges:
-        raise ConfigError(f'{key} is empty, so no step would be recorded or replayed; give "all" or some steps.')
+        raise ConfigError(f'{key} is empty, so no step would be recorded or replayed. Use "all" or list some steps.')
     return Steps(tuple(ranges))
 
 
@@ -246,29 +246,31 @@ def _block(config: DictConfig) -> dict[str, Any]:
 
 
 def refuse_misspelled(config: DictConfig) -> None:
-    """Raise if settings of this package stand under a name that nothing reads."""
+    """Raise if settings of this package are under a name that nothing reads."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
     names = [field.name for field in fields(SkipConfig)]
     found = find_misspelled(plain, BLOCK, names, [mode.value for mode in Mode])
     if found:
-        raise ConfigError(f"{found} Nothing would be recorded or replayed by it. Rename it, or remove it.")
+        raise ConfigError(
+            f"{found} It would have no effect: nothing would be recorded or replayed. Rename or remove it."
+        )
 
 
 def _merge_old_keys(block: dict[str, Any], config: DictConfig) -> dict[str, Any]:
     switch, folder = OmegaConf.select(config, OLD_SWITCH), OmegaConf.select(config, OLD_FOLDER)
     if switch is not None and not isinstance(switch, bool):
-        raise ConfigError(f"{OLD_SWITCH} is {switch!r}; it is either True (mode cache) or False.")
+        raise ConfigError(f"{OLD_SWITCH} is {switch!r}; it must be True (mode cache) or False.")
     if folder == _UPSTREAM_FOLDER and (not switch or block.get("dump_dir") is not None):
-        folder = None  # verl's default, not a wish
+        folder = None  # verl's default, not chosen by the user
     merged = dict(block)
-    # A block that comes with a recipe has mode off until someone turns it on.
+    # The block of a recipe has mode off until the user turns it on.
     defaults: dict[str, tuple[Any, ...]] = {"mode": (None, False, "off"), "dump_dir": (None,)}
     for old, key, value in ((OLD_SWITCH, "mode", "cache" if switch else None), (OLD_FOLDER, "dump_dir", folder)):
         given = block.get(key)
         if value is not None and given not in (*defaults[key], value):
             raise ConfigError(
-                f"{old} means {BLOCK}.{key}={value!r}, and {BLOCK}.{key} is {given!r}. Give only one of the two."
+                f"{old} means {BLOCK}.{key}={value!r}, but {BLOCK}.{key} is {given!r}. Set only one of the two."
             )
         if value is not None:
             merged[key] = value
@@ -280,10 +282,10 @@ def _refuse_upstream(config: DictConfig) -> None:
         block = OmegaConf.select(config, key)
         if not isinstance(block, DictConfig) or not block.get("enable"):
             continue
-        equivalents = [f"{key}.{name} is {BLOCK}.{ours} here" for name, ours in _EQUIVALENTS.items() if name in block]
+        equivalents = [f"{key}.{name} is {BLOCK}.{ours}" for name, ours in _EQUIVALENTS.items() if name in block]
         raise ConfigError(
-            f"{key}.enable is True: verl's own skip would hide rollouts from this one. Set {key}.enable=False; "
-            f"{', '.join(equivalents)}."
+            f"{key}.enable is True: verl's own skip would hide rollouts from this package. Set {key}.enable=False. "
+            f"The equivalent settings: {', '.join(equivalents)}."
         )
 
 
@@ -291,14 +293,14 @@ def _path(value: Any, key: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{key} is {value!r}; give an absolute path or a URL such as s3://bucket/folder.")
+        raise ConfigError(f"{key} is {value!r}; use an absolute path or a URL such as s3://bucket/folder.")
     if is_url(value) and not value.startswith("file://"):
         return value
     path = os.path.expanduser(value.removeprefix("file://"))
     if not os.path.isabs(path):
         raise ConfigError(
-            f"{key} is the relative path {value!r}. Ray runs the trainer in a folder of its own, where it would mean "
-            f"another place: give an absolute path, e.g. {os.path.abspath(path)}"
+            f"{key} is the relative path {value!r}. Ray runs the trainer in a different working directory, so the path "
+            f"would point somewhere else. Use an absolute path, e.g. {os.path.abspath(path)}"
         )
     return os.path.normpath(path)
 
@@ -306,7 +308,9 @@ def _path(value: Any, key: str) -> str | None:
 def _check_folder(path: Path, writes: bool) -> None:
     key = f"{BLOCK}.dump_dir"
     if any(_RAY_SESSION.fullmatch(part) for part in (*path.parts, *path.resolve().parts)):
-        raise ConfigError(f"{key} is {str(path)!r}, inside a Ray session folder, which Ray deletes. Choose another.")
+        raise ConfigError(
+            f"{key} is {str(path)!r}, inside a Ray session folder, which Ray deletes. Choose another folder."
+        )
     here = path
     while not here.exists() and here != here.parent:
         here = here.parent
@@ -316,13 +320,13 @@ def _check_folder(path: Path, writes: bool) -> None:
         return
     read_only = bool(os.statvfs(here).f_flag & os.ST_RDONLY)
     if read_only or not os.access(here, os.W_OK | os.X_OK):
-        reason = "its file system is mounted read-only" if read_only else "this user may not write there"
-        raise ConfigError(f"{key} is {str(path)!r}, and nothing can be written to {str(here)!r}: {reason}.")
+        reason = "its file system is mounted read-only" if read_only else "this user has no write permission"
+        raise ConfigError(f"{key} is {str(path)!r}, but {str(here)!r} is not writable: {reason}.")
 
 
 def _switch(value: Any, key: str) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{key} is {value!r}; it is either true or false.")
+        raise ConfigError(f"{key} is {value!r}; it must be true or false.")
     return value
 
 
@@ -330,7 +334,7 @@ def _count(value: Any, key: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key} is {value!r}; give a whole number of 1 or more, or null for no limit.")
+        raise ConfigError(f"{key} is {value!r}; it must be an integer of 1 or more, or null for no limit.")
     return value
 
 
@@ -342,5 +346,5 @@ def _size(value: Any, key: str) -> int | None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if size == 0:
-        raise ConfigError(f"{key} is {value!r}, so nothing could be recorded; give a size, or null for no limit.")
+        raise ConfigError(f"{key} is {value!r}, so nothing could be recorded. Set a size, or null for no limit.")
     return size

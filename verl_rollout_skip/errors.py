@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose. Each message says what happened, why, and what to do."""
+"""The errors of this package. Each message says what happened, why, and what to do."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class ManifestError(RolloutSkipError):
 
 
 class MismatchError(RolloutSkipError):
-    """Recorded rollouts depend on other settings or other prompts than today's. Says what differs."""
+    """Recorded rollouts depend on different settings or prompts. Says what differs."""
 
 
 class UnsupportedBatchError(RolloutSkipError, TypeError):
-    """The batch holds something that cannot be stored exactly. Names the key and the type."""
+    """The batch contains a value that cannot be stored exactly. Names the key and the type."""
 
 
 class UnsupportedTrainerError(RolloutSkipError, TypeError):
-    """A trainer, or a version of verl, whose rollout step is not known here. Names those that are."""
+    """A trainer or verl version that is not supported. Names the supported ones."""
 
 
 class InertError(RolloutSkipError):
-    """A training step went by without passing through the rollout step, so nothing was recorded or replayed."""
+    """A training step completed without a rollout step, so nothing was recorded or replayed."""
 
 
 class StoreError(RolloutSkipError):
-    """Something is wrong with a run folder or with an entry in it."""
+    """A problem with a run folder or with an entry in it."""
 
 
 class EntryNotFoundError(StoreError, LookupError):
@@ -46,15 +46,15 @@ class EntryNotFoundError(StoreError, LookupError):
 
 
 class EntryExistsError(StoreError):
-    """Another rollout is already committed under this key, and it is a different one."""
+    """A different rollout is already committed under this key."""
 
 
 class UnreadableEntryError(StoreError):
-    """An entry is there but cannot be trusted; it can be set aside and recorded again."""
+    """An entry exists but cannot be trusted; it can be set aside and recorded again."""
 
 
 class CorruptEntryError(UnreadableEntryError):
-    """An entry's bytes are not the bytes that were committed, or were never ours."""
+    """An entry's bytes are not the committed bytes, or were never written by this package."""
 
 
 class NewerFormatError(UnreadableEntryError):
@@ -62,21 +62,21 @@ class NewerFormatError(UnreadableEntryError):
 
 
 class EntryTooLargeError(StoreError):
-    """Loading the entry would take more memory than allowed."""
+    """Loading the entry would need more memory than allowed."""
 
 
 class UnsafePathError(StoreError):
-    """A path would leave the run folder: a symbolic link, or something that is no regular file."""
+    """A path leads outside the run folder, through a symbolic link or something that is not a regular file."""
 
 
 class QueueError(RolloutSkipError):
-    """TransferQueue does not give out what a rollout consists of."""
+    """TransferQueue does not return the data of a rollout."""
 
 
 class DumpError(StoreError):
-    """One or more rollouts could not be written. Training can go on; they are not on disk.
+    """One or more rollouts could not be written. Training can continue; the rollouts are not on disk.
 
-    ``failures`` lists what failed in the background: each key with its own error.
+    ``failures`` lists the failed background dumps: each key with its error.
     """
 
     failures: tuple[tuple[RolloutKey, BaseException], ...] = ()
@@ -91,15 +91,15 @@ class DumpError(StoreError):
 
 
 class ChangedBatchError(DumpError):
-    """A batch was changed in place between ``put`` and its write, so that it is no longer what was generated."""
+    """A batch was modified in place between ``put`` and its write, so it is no longer what was generated."""
 
     def __init__(self, names: Sequence[str]) -> None:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         super().__init__(
-            f"{shown} changed in place while the dump waited, and only what was generated may be recorded. Training is "
-            "not affected; the step will have to be generated again. Later steps are copied whole before they are "
-            "written, which takes longer. To record every step, change a clone of the tensor in the trainer, or write "
-            "with background=False, before the training goes on."
+            f"{shown} changed in place while the dump was waiting, so it is no longer what was generated and is not "
+            "recorded. Training is not affected; the step has to be generated again. From now on each step is copied "
+            "in full before it is written, which takes longer. To record every step, modify a clone of the tensor in "
+            "the trainer, or set background=False to write each step before the training continues."
         )
 
 

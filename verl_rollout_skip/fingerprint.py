@@ -1,7 +1,7 @@
-"""Everything a rollout depends on, as a flat dict that can be read, compared and hashed.
+"""The fingerprint: everything a rollout depends on, as a flat dict that can be read, compared and hashed.
 
-``rules.py`` says which settings count; this module takes them from a resolved configuration, puts the content of files
-in the place of their paths, and compares.
+``rules.py`` says which settings count. This module collects them from a resolved configuration, replaces paths by the
+identity of the files' content, and compares fingerprints.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 BASELINE = "algorithm.adv_estimator adds greedy rollouts"
 ABSENT = "not set"
 LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
-"""They only say when a training ends, unless the learning rate follows a schedule over its whole length."""
+"""They only set when a training ends, unless the learning rate schedule depends on the total length."""
 CHECKPOINT = "trainer.resume_from_path"
-"""It says which weights a training starts from, unless it is one of its own checkpoints, or is not looked at."""
+"""The weights that a training starts from. Ignored if it is one of its own checkpoints or is not used."""
 
 TRAINER = "code of the trainer class"
-"""Of one that is the user's own. It decides what is learned from a rollout, not what is generated."""
+"""Set for the user's own trainer class. It affects what is learned from a rollout, not what is generated."""
 DATA = "data.train_files"
 
 Flat = dict[str, Any]
@@ -46,7 +46,7 @@ Flat = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What the recorded tokens and rewards depend on (``rollout``), and what the training depends on besides."""
+    """The settings that tokens and rewards depend on (``rollout``), and those that only the training depends on."""
 
     rollout: Flat
     training: Flat
@@ -60,12 +60,12 @@ class Fingerprint:
         return flat_hash(self.training)
 
 
-# Arguments of a user's own function, which can tell None from an argument that is not given.
-_HANDED_ON = re.compile(r"(?<!engine_)kwargs\.")
+# Arguments of a user's own function, for which None differs from a missing argument.
+_USER_ARGUMENTS = re.compile(r"(?<!engine_)kwargs\.")
 
 
 def make_fingerprint(config: DictConfig | Mapping[str, Any], trainer: type | None = None) -> Fingerprint:
-    """Take the fingerprint of a training's configuration and trainer class. Reads the files that they name."""
+    """Compute the fingerprint of a training's configuration and trainer class. Reads the files that they name."""
     rollout: Flat = {}
     training: Flat = {}
     flat = dict(flatten(plain(config)))
@@ -73,8 +73,8 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any], trainer: type | Non
     sampled = flat.get("rollout_skip.weights") == Weights.SAMPLED.value
     for key, value in flat.items():
         effect = rule_for(key).effect
-        if effect is Effect.NEITHER or value == {} or (value is None and not _HANDED_ON.search(key)):
-            continue  # a setting that is null, an empty block and one that is not there mean the same to verl
+        if effect is Effect.NEITHER or value == {} or (value is None and not _USER_ARGUMENTS.search(key)):
+            continue  # to verl, null, an empty block and a missing key mean the same
         if unused(key, flat) is None:
             (training if effect is Effect.TRAINING else rollout).update(_identities(key, value, sampled))
     media = media_identity(_as_list(flat.get(DATA)), flat)
@@ -82,7 +82,7 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any], trainer: type | Non
         rollout[f"{DATA}#media"] = media
     if training.get("algorithm.adv_estimator") == "remax":
         rollout[BASELINE] = True
-    if not _learns_by_length(training):
+    if not _depends_on_length(training):
         training = {key: value for key, value in training.items() if key not in LENGTH}
     if CHECKPOINT in training and _is_own_checkpoint(flat):
         del training[CHECKPOINT]
@@ -92,16 +92,16 @@ def make_fingerprint(config: DictConfig | Mapping[str, Any], trainer: type | Non
     rollout, training = mask(rollout), mask(training)
     for key, value in {**rollout, TRAINER: code}.items():
         if UNREADABLE in str(value):
-            logger.warning("%s: %s; a change of its content will not be noticed", key, value)
+            logger.warning("%s: %s; a change to its content will not be noticed", key, value)
         elif SAMPLED in str(value):
-            logger.warning("%s: %s; a change of the rest will not be noticed", key, value)
+            logger.warning("%s: %s; a change to the rest will not be noticed", key, value)
         elif MASK in str(value):
-            logger.info("%s is taken for a secret and not compared: a change of it will not be noticed", key)
+            logger.info("%s looks like a secret and is not compared: a change to it will not be noticed", key)
     return Fingerprint(dict(sorted(rollout.items())), dict(sorted(training.items())))
 
 
 def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration as plain Python that every JSON reader takes: infinities and NaN become words."""
+    """A resolved configuration as plain JSON values. Infinities and NaN become strings."""
     try:
         container = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
     except OmegaConfBaseException as error:
@@ -131,7 +131,7 @@ def difference(recorded: Flat, current: Flat, without_reward: bool = False) -> l
 
 
 def flat_hash(flat: Flat) -> str:
-    """The same on every machine, for every order of the keys, and for 1 and 1.0, which are the same setting."""
+    """A hash that does not depend on the machine or the order of keys. 1 and 1.0 hash the same."""
     return hashlib.sha256(_canonical(flat).encode()).hexdigest()
 
 
@@ -172,8 +172,8 @@ def _is_own_checkpoint(config: Flat) -> bool:
     return os.path.abspath(str(config[CHECKPOINT])).startswith(f"{own}{os.sep}")
 
 
-def _learns_by_length(training: Flat) -> bool:
-    """Whether the learning rate of a step depends on how many steps there are in all. What is not known does."""
+def _depends_on_length(training: Flat) -> bool:
+    """Whether the learning rate of a step depends on the total number of steps. Unknown schedules count as such."""
     blocks = {key.rpartition(".")[0] for key in training if key.rpartition(".")[0].endswith(".optim")}
     return any(
         _has_schedule({key.rpartition(".")[2]: training[key] for key in training if key.startswith(f"{block}.")})

@@ -1,8 +1,8 @@
-"""Finds settings of this package under a wrong name, where they would be silently ignored.
+"""Finds misspelled or misplaced settings of this package, which would otherwise be ignored silently.
 
-Only what looks like our settings counts: a block whose name is close to ours and whose keys are ours, at the top level
-or in a block of verl's where somebody may look for it, and keys close to the two old ones. Everything else, such as
-presets that a user keeps elsewhere or under a longer name, is left alone.
+It reports a block with a name close to ``rollout_skip`` and with our keys, at the top level or inside one of verl's
+blocks, and keys close to the two old ones. Anything else, such as a preset that a user keeps under a longer name, is
+left alone.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 _NEAR = 0.8
-# rollout_clip and rollout_stop, which others may have, are 0.82 near to rollout_skip.
+# rollout_clip and rollout_stop, which may be settings of other code, have a similarity of 0.82 to rollout_skip.
 _NEAR_NAME = 0.85
 _BLOCKS = ("rollout_skip", "skip_rollout")
 _OLD_KEYS = ("skip_rollout", "skip_dump_dir")
-_OLD_PLACE = ("actor_rollout_ref", "rollout")
+_OLD_PARENT = ("actor_rollout_ref", "rollout")
 _BLOCKS_OF_VERL = ("actor_rollout_ref", "algorithm", "data", "skip", "trainer")
-# Other blocks have keys such as mode, steps and source as well; nobody else has these.
+# Other blocks also have keys such as mode, steps and source; these keys are unique to this package.
 _OURS_ALONE = ("dump_dir", "max_dump_steps", "on_mismatch", "on_dump_error", "max_disk", "log_samples")
 
 
 def find_misspelled(config: Mapping[Any, Any], block: str, settings: Collection[str], modes: Collection[str]) -> str:
-    """What is misspelled in a configuration, and what was probably meant; empty if nothing is.
+    """Describe the misspelled setting in a configuration and what was probably meant; empty if there is none.
 
     ``settings`` are the keys of ``block``, ``modes`` the values of its key ``mode``.
     """
     for path, value in _walk(config, block):
-        name, place = path[-1], path[:-1]
+        name, parent = path[-1], path[:-1]
         dotted = ".".join(path)
         if isinstance(value, Mapping):
             if _misspelled(name, _BLOCKS) is not None and _has_our_settings(value, settings, modes):
                 found = ", ".join(f"{dotted}.{key}={value[key]}" for key in value)
-                return f"{dotted} is not read by anything: did you mean {block!r}, at the top level? It has {found}."
+                return f"Nothing reads {dotted}: did you mean {block!r} at the top level? It contains {found}."
             continue
-        old = _misspelled(name, _OLD_KEYS) if place in ((), _OLD_PLACE[:1], _OLD_PLACE) else None
-        if old is not None and path != (*_OLD_PLACE, old) and value not in (None, False):
-            meant = ".".join((*_OLD_PLACE, old))
-            return f"{dotted}={value} is not read by anything: did you mean {meant}?"
+        old = _misspelled(name, _OLD_KEYS) if parent in ((), _OLD_PARENT[:1], _OLD_PARENT) else None
+        if old is not None and path != (*_OLD_PARENT, old) and value not in (None, False):
+            meant = ".".join((*_OLD_PARENT, old))
+            return f"Nothing reads {dotted}={value}: did you mean {meant}?"
     return ""
 
 
@@ -54,14 +54,14 @@ def _walk(tree: Mapping[Any, Any], skipped: str, path: tuple[str, ...] = ()) -> 
 
 
 def _misspelled(name: str, names: Collection[str]) -> str | None:
-    """Which of our names is meant; None if it is another one, such as one of ours with a word before or after it."""
+    """The name that was probably meant; None for an unrelated name, or one of ours with an added prefix or suffix."""
     if any(re.fullmatch(rf".+_{known}|(.+_)?{known}_.+", name) for known in names):
         return None
     return _closest(name, names, _NEAR_NAME)
 
 
 def _closest(name: str, names: Collection[str], near: float = _NEAR) -> str | None:
-    """The closest of some names, whatever separates the words; None if none is close."""
+    """The closest of some names, ignoring word separators; None if none is close."""
     ratios = {known: difflib.SequenceMatcher(None, _squash(name), _squash(known)).ratio() for known in names}
     best = max(ratios, key=lambda known: ratios[known])
     return best if ratios[best] >= near else None

@@ -1,4 +1,4 @@
-"""The closed sets of words that the configuration is made of, each with what it means."""
+"""The enums of the configuration, with the meaning of each value."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Mode(str, Enum):
     """What to do with a rollout step."""
 
     OFF = "off"
-    """Generate, as if this package were not there."""
+    """Generate, as without this package."""
     RECORD = "record"
-    """Generate and dump; an entry that is already there is an error, never overwritten."""
+    """Generate and dump; an existing entry is an error and never overwritten."""
     CACHE = "cache"
-    """Load what is recorded, generate and dump the rest; what ``skip_rollout=True`` means."""
+    """Load recorded steps, generate and dump the rest; the meaning of ``skip_rollout=True``."""
     REPLAY = "replay"
-    """Load everything; what is not recorded is an error. No inference engine is started."""
+    """Load every step; a step that is not recorded is an error. Starts no inference engine."""
     REPEAT = "repeat"
-    """Load what is recorded; for other steps load the recorded steps in turn, over and over."""
+    """Load recorded steps; for other steps, cycle through the recorded ones."""
     REPEAT_LAST = "repeat_last"
-    """Load what is recorded; for other steps load the last recorded step again."""
+    """Load recorded steps; for other steps, load the last recorded one again."""
     REFRESH = "refresh"
-    """Generate and dump, replacing what is recorded."""
+    """Generate and dump, replacing recorded entries."""
 
     @property
     def reads(self) -> bool:
@@ -46,25 +46,25 @@ class Mode(str, Enum):
 
 
 class OnMismatch(str, Enum):
-    """What to do if the run folder holds rollouts that depend on other settings than today's."""
+    """What to do if all rollouts in the run folder were recorded with different settings."""
 
     NEW = "new"
-    """Start another variant beside them."""
+    """Start a new variant."""
     ERROR = "error"
     """Stop and say what differs."""
     REUSE = "reuse"
-    """Use them all the same; the run is marked as informational."""
+    """Use them anyway; the run is marked as informational."""
 
 
 class Prompts(str, Enum):
     """Which prompts a loaded rollout belongs to."""
 
     AUTO = "auto"
-    """``check``, or ``recorded`` where the order of the data is known not to repeat."""
+    """``check``, or ``recorded`` if the data order is known not to repeat."""
     CHECK = "check"
-    """The current batch must be the recorded one, row by row."""
+    """The current batch must equal the recorded one, row by row."""
     RECORDED = "recorded"
-    """The recorded batch replaces the current one whole; only the uids stay."""
+    """The recorded batch replaces the current one, except for the uids."""
 
 
 class Reward(str, Enum):
@@ -73,14 +73,14 @@ class Reward(str, Enum):
     RECORDED = "recorded"
     """From the recording."""
     RECOMPUTE = "recompute"
-    """From today's reward function, applied to the recorded responses."""
+    """From the current reward function, applied to the recorded responses."""
 
 
 class Engine(str, Enum):
     """Whether the inference engine is started."""
 
     AUTO = "auto"
-    """Not in replay, otherwise yes."""
+    """In every mode except replay."""
     ON = "on"
     """Always."""
     OFF = "off"
@@ -88,12 +88,12 @@ class Engine(str, Enum):
 
 
 class Weights(str, Enum):
-    """How much of the weights is read to know a model by its content."""
+    """How much of a model's weights is read to identify it by content."""
 
     FULL = "full"
-    """Every byte, once: digests of unchanged files are remembered."""
+    """Every byte, once: digests of unchanged files are cached."""
     SAMPLED = "sampled"
-    """A few megabytes of each large file. A change elsewhere is not noticed."""
+    """A few megabytes of each large file. A change elsewhere goes unnoticed."""
 
 
 class OnDumpError(str, Enum):
@@ -102,13 +102,13 @@ class OnDumpError(str, Enum):
     AUTO = "auto"
     """``fail`` in mode record, ``warn`` otherwise."""
     WARN = "warn"
-    """Log it, count it, go on."""
+    """Log it, count it, continue."""
     FAIL = "fail"
     """Stop the training."""
 
 
 def choose(kind: type[Choice], value: Any, key: str) -> Choice:
-    """The member that a configured value names. YAML reads a bare ``off`` as false and ``on`` as true."""
+    """The member for a configured value. YAML parses a bare ``off`` as false and ``on`` as true."""
     words = [str(member.value) for member in kind]
     word = {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
     if isinstance(word, kind):
@@ -119,7 +119,7 @@ def choose(kind: type[Choice], value: Any, key: str) -> Choice:
 
 
 def suggest(word: str, words: list[str]) -> str:
-    """The nearest valid word, and all of them."""
+    """Suggest the nearest valid word and list all of them."""
     near = difflib.get_close_matches(word, words, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    return f"{hint}Valid are: {', '.join(words)}."
+    return f"{hint}Choose one of: {', '.join(words)}."

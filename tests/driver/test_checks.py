@@ -47,7 +47,7 @@ def test_a_loop_that_generates_in_another_way_is_stopped_before_it_trains(traini
 
 
 def test_a_misspelled_block_is_refused_before_anything_is_made(trainings: Trainings) -> None:
-    with pytest.raises(ConfigError, match=r"rolout_skip is not read by anything: did you mean 'rollout_skip'"):
+    with pytest.raises(ConfigError, match=r"Nothing reads rolout_skip: did you mean 'rollout_skip'"):
         trainings.make(None, "rolout_skip.mode=cache", f"rolout_skip.dump_dir={trainings.dumps}", trainer=SkipTrainer)
     assert not trainings.dumps.exists()
 

@@ -115,7 +115,7 @@ def test_a_class_whose_source_cannot_be_read_is_told(trainings: Trainings) -> No
     exec(compile("class Cell(SkipTrainer):\n    def own(self): pass", "<a cell of a notebook>", "exec"), scope)
     recorded = trainings.run("record", trainer=scope["Cell"])
     assert recorded.said("code of the trainer class: Cell (content not readable from here)")
-    assert recorded.said("a change of its content will not be noticed")
+    assert recorded.said("a change to its content will not be noticed")
 
 
 def test_the_trainer_that_resume_finds_again_is_the_same(trainings: Trainings, project: Path) -> None:

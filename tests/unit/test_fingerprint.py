@@ -175,7 +175,7 @@ def test_what_cannot_be_read_is_said(caplog: pytest.LogCaptureFixture) -> None:
         make_fingerprint({"data": {"train_files": "hdfs://cluster/train.parquet"}})
     assert caplog.messages == [
         "data.train_files: hdfs://cluster/train.parquet (content not readable from here); "
-        "a change of its content will not be noticed"
+        "a change to its content will not be noticed"
     ]
 
 

@@ -77,7 +77,7 @@ def test_sampled_weights_are_said_to_be_sampled(
     sampled = of_model(tmp_path / "model", "sampled")
     (message,) = caplog.messages
     assert "1 of them only sampled" in message
-    assert "a change of the rest will not be noticed" in message
+    assert "a change to the rest will not be noticed" in message
     (line,) = difference(full, sampled)
     assert "1 of them only sampled" in line.partition("→")[2]
 
@@ -159,7 +159,7 @@ def test_pictures_that_are_not_there_and_addresses_are_told_apart(
     pictures[0].unlink()
     write_rows(data, rows_of("text", pictures))
     assert "(1 of them: content not readable from here)" in of_data(data)["data.train_files#media"]
-    assert "a change of its content will not be noticed" in caplog.text
+    assert "a change to its content will not be noticed" in caplog.text
 
 
 @pytest.mark.parametrize("line", ["no JSON, with images", f'{{"images": {"[" * 100_000}'])
@@ -172,7 +172,7 @@ def test_rows_that_cannot_be_searched_for_pictures_are_told(
     media = of_data(data)["data.train_files#media"]
     assert media.startswith("3 files, 18 B")
     assert "train.jsonl cannot be searched for more" in media
-    assert "a change of its content will not be noticed" in caplog.text
+    assert "a change to its content will not be noticed" in caplog.text
 
 
 def test_of_very_many_pictures_some_are_looked_at_and_that_is_said(

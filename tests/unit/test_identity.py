@@ -254,7 +254,7 @@ def test_a_file_that_cannot_be_read_is_named_with_a_warning(model: Path, caplog:
     (model / "model-2.safetensors").symlink_to(model / "gone")
     assert f"(model-2.safetensors: {UNREADABLE})" in model_identity(str(model))
     make_fingerprint({"actor_rollout_ref": {"model": {"path": str(model)}}})
-    assert "a change of its content will not be noticed" in caplog.text
+    assert "a change to its content will not be noticed" in caplog.text
 
 
 def test_a_path_that_is_not_there_is_known_by_name_only() -> None:

@@ -151,4 +151,4 @@ def test_a_token_of_an_unknown_kind_that_looks_like_a_credential_is_hidden() -> 
 def test_what_is_hidden_and_would_count_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         make_fingerprint({"reward": {"reward_kwargs": {"api_key": "hunter2"}}})
-    assert "reward.reward_kwargs.api_key is taken for a secret and not compared" in caplog.text
+    assert "reward.reward_kwargs.api_key looks like a secret and is not compared" in caplog.text
