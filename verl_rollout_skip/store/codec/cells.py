@@ -2,7 +2,8 @@
 
 What JSON has no word for is written as ``{"$type": …}``: tuples, bytes, numpy and torch values, non-finite floats.
 Bulk data (arrays, tensors, images, bytes) goes beside the text as *blobs*. A type that is not listed here is an
-error that names it: there is no fallback that could run code when it is read.
+error that names it: there is no fallback that could run code when it is read. Torch is imported where a tensor is made
+of its bits, so that cells can be shown without it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
 from verl_rollout_skip.store.codec import images
-from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES, tensor_bits, tensor_from_bits
+
+if TYPE_CHECKING:
+    import torch
 
 TYPE = "$type"
 MAX_DEPTH = 100
@@ -31,6 +34,8 @@ _INT64 = range(-(2**63), 2**63)
 # Fixed-size numpy dtypes only: no objects, no structures.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8\[\d*[a-zA-Z]+\])")
 
+_Readers = Mapping[Any, Callable[[dict[str, Any], Sequence[bytes], "_Readers"], Any]]
+"""How what was written as ``{"$type": …}`` is read, by type."""
 Blob = Any
 """Bulk data by reference: bytes, a numpy array, a tensor or an image; ``blob_bytes`` makes it bytes."""
 
@@ -108,9 +113,18 @@ def encode(value: Any, blobs: list[Blob], where: str) -> str:
 
 def decode(text: str, blobs: Sequence[bytes]) -> Any:
     """The inverse of ``encode``. Anything malformed is a ``CorruptEntryError``; nothing in it can run code."""
+    return _decode(text, blobs, _READERS)
+
+
+def decode_for_people(text: str, blobs: Sequence[bytes]) -> Any:
+    """The same without torch and Pillow: a tensor or an image becomes a word such as ``(tensor float32 [3, 4])``."""
+    return _decode(text, blobs, _PEOPLE)
+
+
+def _decode(text: str, blobs: Sequence[bytes], readers: _Readers) -> Any:
     try:
         value = json.loads(text)
-        return _untag(value, blobs) if f'"{TYPE}"' in text else value
+        return _untag(value, blobs, readers) if f'"{TYPE}"' in text else value
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, struct.error) as error:
         raise CorruptEntryError(f"A stored cell is malformed ({error}): {text[:200]!r}") from error
 
@@ -122,8 +136,8 @@ def encode_inline(value: Any, where: str) -> dict[str, Any]:
     return {"json": text, "blobs": [base64.b64encode(blob_bytes(blob)).decode() for blob in blobs]}
 
 
-def decode_inline(stored: dict[str, Any]) -> Any:
-    """The inverse of ``encode_inline``."""
+def decode_inline(stored: dict[str, Any], decode: Callable[[str, Sequence[bytes]], Any] = decode) -> Any:
+    """The inverse of ``encode_inline``; with ``decode_for_people``, the same for people."""
     try:
         blobs = [base64.b64decode(blob, validate=True) for blob in stored["blobs"]]
         text = stored["json"]
@@ -138,7 +152,9 @@ def blob_bytes(blob: Blob) -> bytes:
     """The bytes of a blob that ``encode`` collected by reference."""
     if isinstance(blob, bytes):
         return blob
-    if isinstance(blob, torch.Tensor):
+    if _is_tensor(blob):
+        from verl_rollout_skip.store.codec.dtypes import tensor_bits
+
         return tensor_bits(blob).tobytes()
     return bytes(blob.tobytes())
 
@@ -147,9 +163,15 @@ def blob_size(blob: Blob) -> int:
     """How many bytes ``blob_bytes`` gives, without making them."""
     if isinstance(blob, bytes):
         return len(blob)
-    if isinstance(blob, torch.Tensor | np.ndarray):
+    if isinstance(blob, np.ndarray) or _is_tensor(blob):
         return int(blob.nbytes)
     return images.image_bytes(blob)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Without importing torch: where it is not imported, nothing is a tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _scalar_form(cells: Sequence[Any]) -> str | None:
@@ -242,7 +264,9 @@ def _tag_bulk(value: Any, blobs: list[Blob], where: str, depth: int) -> Any:
             return {TYPE: "ndarray", "dtype": "O", "shape": shape, "items": items}
         if _NUMPY_DTYPE.fullmatch(value.dtype.str):
             return {TYPE: "ndarray", "dtype": value.dtype.str, "shape": shape, "blob": blob(value)}
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+    if _is_tensor(value) and str(value.layout) == "torch.strided" and not value.is_nested:
+        from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES
+
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype in TORCH_DTYPES:
             return {TYPE: "tensor", "dtype": dtype, "shape": list(value.shape), "blob": blob(value)}
@@ -267,37 +291,39 @@ def _describe(value: Any) -> str:
     return f"a {name}" if dtype is None else f"a {name} of dtype {dtype}"
 
 
-def _untag(value: Any, blobs: Sequence[bytes]) -> Any:
+def _untag(value: Any, blobs: Sequence[bytes], readers: _Readers) -> Any:
     if type(value) is list:
-        return [_untag(item, blobs) for item in value]
+        return [_untag(item, blobs, readers) for item in value]
     if type(value) is not dict:
         return value
     if TYPE not in value:
-        return {key: _untag(item, blobs) for key, item in value.items()}
-    reader = _READERS.get(value[TYPE])
+        return {key: _untag(item, blobs, readers) for key, item in value.items()}
+    reader = readers.get(value[TYPE])
     if reader is None:
         raise ValueError(f"unknown $type {value[TYPE]!r}")
-    return reader(value, blobs)
+    return reader(value, blobs, readers)
 
 
-def _read_ndarray(tag: dict[str, Any], blobs: Sequence[bytes]) -> np.ndarray:
+def _read_ndarray(tag: dict[str, Any], blobs: Sequence[bytes], readers: _Readers) -> np.ndarray:
     shape = tuple(_size(size) for size in tag["shape"])
     if tag["dtype"] == "O":
         items = _items(tag)
         array = np.empty(len(items), dtype=object)
         for index, item in enumerate(items):
-            array[index] = _untag(item, blobs)
+            array[index] = _untag(item, blobs, readers)
         return array.reshape(shape)
     return _array(blobs[_size(tag["blob"])], _numpy_dtype(tag["dtype"]), shape)
 
 
-def _read_tensor(tag: dict[str, Any], blobs: Sequence[bytes]) -> torch.Tensor:
+def _read_tensor(tag: dict[str, Any], blobs: Sequence[bytes], readers: _Readers) -> torch.Tensor:
+    from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES, tensor_from_bits
+
     shape = tuple(_size(size) for size in tag["shape"])
     dtype = TORCH_DTYPES[tag["dtype"]]
     return tensor_from_bits(_array(blobs[_size(tag["blob"])], dtype.bits, shape), dtype.torch)
 
 
-def _read_numpy(tag: dict[str, Any], blobs: Sequence[bytes]) -> Any:
+def _read_numpy(tag: dict[str, Any], blobs: Sequence[bytes], readers: _Readers) -> Any:
     data = bytes.fromhex(tag["hex"])
     if tag["dtype"] == "U":
         return np.str_(data.decode("utf-8", "surrogatepass"))
@@ -311,9 +337,9 @@ def _array(data: bytes, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape).copy() if data else np.empty(shape, dtype)
 
 
-def _read_image(tag: dict[str, Any], blobs: Sequence[bytes]) -> Any:
+def _read_image(tag: dict[str, Any], blobs: Sequence[bytes], readers: _Readers) -> Any:
     width, height = (_size(size) for size in tag["size"])
-    palette, info = tag.get("palette"), _untag(tag.get("info", {}), blobs)
+    palette, info = tag.get("palette"), _untag(tag.get("info", {}), blobs, readers)
     if type(info) is not dict:
         raise ValueError(f"{info!r} is no info of an image")
     colors = None if palette is None else (palette["mode"], blobs[_size(palette["blob"])])
@@ -338,17 +364,24 @@ def _numpy_dtype(name: Any) -> np.dtype:
     return np.dtype(name)
 
 
-_READERS: dict[Any, Callable[[dict[str, Any], Sequence[bytes]], Any]] = {
-    "str": lambda tag, _: bytes.fromhex(tag["hex"]).decode("utf-8", "surrogatepass"),
-    "int": lambda tag, _: int(tag["hex"], 16),
-    "float": lambda tag, _: struct.unpack(">d", bytes.fromhex(tag["hex"]))[0],
-    "bytes": lambda tag, blobs: bytes(blobs[_size(tag["blob"])]),
-    "tuple": lambda tag, blobs: tuple(_untag(item, blobs) for item in _items(tag)),
-    "dict": lambda tag, blobs: {_untag(key, blobs): _untag(item, blobs) for key, item in _items(tag)},
+_READERS: _Readers = {
+    "str": lambda tag, *_: bytes.fromhex(tag["hex"]).decode("utf-8", "surrogatepass"),
+    "int": lambda tag, *_: int(tag["hex"], 16),
+    "float": lambda tag, *_: struct.unpack(">d", bytes.fromhex(tag["hex"]))[0],
+    "bytes": lambda tag, blobs, _: bytes(blobs[_size(tag["blob"])]),
+    "tuple": lambda tag, blobs, readers: tuple(_untag(item, blobs, readers) for item in _items(tag)),
+    "dict": lambda tag, blobs, readers: {
+        _untag(key, blobs, readers): _untag(item, blobs, readers) for key, item in _items(tag)
+    },
     "numpy": _read_numpy,
     "ndarray": _read_ndarray,
     "tensor": _read_tensor,
     "image": _read_image,
+}
+_PEOPLE: _Readers = {
+    **_READERS,
+    "tensor": lambda tag, *_: f"(tensor {tag['dtype']} {tag['shape']})",
+    "image": lambda tag, *_: f"(image {tag['mode']} {tag['size']})",
 }
 
 
