@@ -54,8 +54,8 @@ def variants(dump_dir: Path) -> dict[Path, dict[str, Any]]:
     return {path.parent: read_json(path) for path in sorted(dump_dir.glob("*/*/manifest.json"))}
 
 
-def recordings(variant: Path) -> list[dict[str, Any]]:
-    return [read_json(path) for path in sorted(variant.glob("recordings/[!.]*.json"))]
+def trainings(variant: Path) -> list[dict[str, Any]]:
+    return [read_json(path) for path in sorted(variant.glob("trainings/[!.]*.json"))]
 
 
 def keys(variant: Path) -> list[tuple[int, int]]:

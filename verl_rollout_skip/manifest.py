@@ -1,6 +1,6 @@
 """``manifest.json``: what the rollouts of a variant folder were made from. Written once, and again only if it is gone.
 
-Each process that records into the folder has a file of its own under ``recordings/``, which it alone rewrites; so any
+Each process that records into the folder has a file of its own under ``trainings/``, which it alone rewrites; so any
 number of processes on any storage can record at once, and nothing is lost or half-written. Reading a manifest brings
 both together.
 """
@@ -34,7 +34,8 @@ MANIFEST_VERSION = 1
 NAME = "manifest.json"
 CONFIG_HASH = "config_hash"
 """Where the record of an entry says with which settings it was recorded: the ``config_hash`` of its manifest."""
-_RECORDINGS = "recordings"
+TRAININGS = "trainings"
+"""The folder of a variant that says which training recorded what, when and where."""
 _MAX_BYTES = 64 << 20
 
 
@@ -43,7 +44,7 @@ class Manifest:
     """What a variant was recorded from, and by whom.
 
     ``config`` is the whole resolved configuration with secrets masked, ``trainer`` the class that trained.
-    ``recordings`` has one item for each process that recorded here: when, on which layout, with which versions, and
+    ``trainings`` has one item for each training that recorded here: when, on which layout, with which versions, and
     which steps. ``restored_at``: the file was deleted, and a later training with the same fingerprint wrote it again;
     ``config`` and ``training`` are those of that training.
     """
@@ -59,7 +60,7 @@ class Manifest:
     versions: dict[str, str]
     trainer: str | None = None
     restored_at: str | None = None
-    recordings: list[dict[str, Any]] = field(default_factory=list)
+    trainings: list[dict[str, Any]] = field(default_factory=list)
     path: str = ""
 
     @classmethod
@@ -107,8 +108,8 @@ def folder_of(path: str) -> str:
     return path.rstrip("/") or "/"
 
 
-class Recording:
-    """The entry of one process in a manifest: made at the first dump, rewritten at the end with the steps it wrote."""
+class TrainingFile:
+    """What a training says about itself: written at the first dump, and again at the end with all recorded steps."""
 
     def __init__(self, storage: Storage, layout: dict[str, Any]) -> None:
         self._storage = storage
@@ -118,16 +119,16 @@ class Recording:
         self._item |= {"gpu_layout": layout, "versions": versions()}
 
     def save(self, steps: list[int]) -> None:
-        """Write down which steps this process has recorded."""
+        """Write down which steps this training has recorded."""
         self._item = {**self._item, "updated_at": _now(), "steps": sorted(set(steps))}
-        _publish(self._storage, _RECORDINGS, self._name, _render(self._item), replace=True)
+        _publish(self._storage, TRAININGS, self._name, _render(self._item), replace=True)
 
 
 def write_manifest(storage: Storage, manifest: Manifest) -> Manifest:
     """Write a manifest unless one is there; returns the one that is there then, which must be of the same rollouts."""
     found = read_manifest(storage)
     if found is None:
-        fields = {key: value for key, value in vars(manifest).items() if key not in ("recordings", "path")}
+        fields = {key: value for key, value in vars(manifest).items() if key not in ("trainings", "path")}
         try:
             _publish(storage, HERE, NAME, _render({"format_version": MANIFEST_VERSION, **fields}), replace=False)
         except FileExistsError:
@@ -150,17 +151,17 @@ def restore_manifest(storage: Storage, today: Manifest, records: list[EntryRecor
     """
     if {record.info.get(CONFIG_HASH) for record in records} != {today.config_hash}:
         return None
-    recordings = _recordings(storage)
+    trainings = _trainings(storage)
     restored = replace(
         today,
         created_at=min(record.created_at for record in records),
         restored_at=_now(),
-        recordings=recordings,
+        trainings=trainings,
         path=storage.where(HERE, NAME),
     )
-    if not recordings:
+    if not trainings:
         return restored
-    return replace(restored, gpu_layout=recordings[0]["gpu_layout"], versions=recordings[0]["versions"])
+    return replace(restored, gpu_layout=trainings[0]["gpu_layout"], versions=trainings[0]["versions"])
 
 
 def explain_foreign(info: Mapping[str, Any], manifest: Manifest) -> str | None:
@@ -211,7 +212,7 @@ def read_manifest(storage: Storage, folder: str = HERE) -> Manifest | None:
         if getattr(manifest, name) != flat_hash(flat):
             raise ManifestError(f"{where} was edited: {name} does not belong to the settings beside it.")
     if folder == HERE:
-        manifest.recordings.extend(_recordings(storage))
+        manifest.trainings.extend(_trainings(storage))
     return manifest
 
 
@@ -247,20 +248,20 @@ def list_variants(run_folder: str, besides: str = "") -> dict[str, Manifest]:
     return found
 
 
-def _recordings(storage: Storage) -> list[dict[str, Any]]:
-    found, damaged = read_recordings(storage)
+def _trainings(storage: Storage) -> list[dict[str, Any]]:
+    found, damaged = read_trainings(storage)
     for error in damaged:
         logger.warning("left out, the rollouts themselves do not depend on it: %s", error)
     return found
 
 
-def read_recordings(storage: Storage) -> tuple[list[dict[str, Any]], list[ManifestError]]:
-    """What each process that recorded here has written down, and what is wrong with those that cannot be read."""
+def read_trainings(storage: Storage) -> tuple[list[dict[str, Any]], list[ManifestError]]:
+    """What each training that recorded here has written down, and what is wrong with those that cannot be read."""
     found, damaged = [], []
-    for name in sorted(storage.names(_RECORDINGS)):
+    for name in sorted(storage.names(TRAININGS)):
         if name.endswith(".json") and not name.startswith("."):
             try:
-                found.append(_parse(storage.read(_RECORDINGS, name, _MAX_BYTES), storage.where(_RECORDINGS, name)))
+                found.append(_parse(storage.read(TRAININGS, name, _MAX_BYTES), storage.where(TRAININGS, name)))
             except ManifestError as error:
                 damaged.append(error)
     return found, damaged

@@ -21,7 +21,7 @@ from verl_rollout_skip.entries import Entries, Unreadable
 from verl_rollout_skip.errors import EntryNotFoundError, ManifestError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME as MANIFEST
-from verl_rollout_skip.manifest import read_manifest
+from verl_rollout_skip.manifest import TRAININGS, read_manifest
 from verl_rollout_skip.store import commit, names
 from verl_rollout_skip.store.storage import HERE, FileInfo, Storage
 from verl_rollout_skip.store.storage.local import LocalStorage
@@ -29,7 +29,6 @@ from verl_rollout_skip.tokenizer import FOLDER as TOKENIZER
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _SET_ASIDE = re.compile(r"gen_\d{3,}\.(parquet|json)\.[0-9a-f]+\.corrupt")
-_RECORDINGS = "recordings"
 _LEFTOVER_S = 86400.0
 _OWN = re.compile(r"gen_\d{3,}\.(parquet|json)")
 
@@ -290,7 +289,7 @@ def _remove_rest(plan: VariantPlan) -> None:
         found = storage.names(folder)
         is_step = names.parse_folder(folder) is not None and not any(map(_is_data, found))
         for name in found:
-            if folder in (TOKENIZER, _RECORDINGS) or (is_step and _is_own(name)):
+            if folder in (TOKENIZER, TRAININGS) or (is_step and _is_own(name)):
                 storage.delete(folder, name)
         _remove_empty(storage, folder)
     storage.delete(HERE, MANIFEST)

@@ -11,7 +11,7 @@ from verl_rollout_skip.history import IDENTITY, proof_of
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.layout import gpu_layout
 from verl_rollout_skip.manifest import NAME as MANIFEST
-from verl_rollout_skip.manifest import Manifest, Recording, write_manifest
+from verl_rollout_skip.manifest import TRAININGS, Manifest, TrainingFile, write_manifest
 from verl_rollout_skip.modes import Mode
 from verl_rollout_skip.outcome import Statistics
 from verl_rollout_skip.prompts import shallow_copy
@@ -32,7 +32,7 @@ class Recorder:
         self.folder = folder
         self.store = RolloutStore(folder, background=run.settings.background, max_disk=run.settings.max_disk)
         self._statistics = statistics
-        self._recording: Recording | None = None
+        self._training: TrainingFile | None = None
         self._accepted: set[RolloutKey] = set()
         self._steps_on_disk: set[int] | None = None
 
@@ -82,8 +82,8 @@ class Recorder:
             self._surface(self.store.close)
         finally:
             self._count()
-            if self._recording is not None:
-                self._write_down(self._recording, [key.step for key in self._accepted])
+            if self._training is not None:
+                self._write_down(self._training, [key.step for key in self._accepted])
 
     def _put(self, key: RolloutKey, batch: Any, inputs: Any, info: dict[str, Any]) -> None:
         replace = self.run.settings.mode is Mode.REFRESH
@@ -95,7 +95,7 @@ class Recorder:
 
     def _begin(self, key: RolloutKey) -> None:
         storage = open_storage(self.folder)
-        if self._recording is not None and storage.info(HERE, MANIFEST) is not None:
+        if self._training is not None and storage.info(HERE, MANIFEST) is not None:
             return  # somebody may have pruned the variant meanwhile
         own = Manifest.make(self.run.name, self.run.config, self.run.fingerprint, self.run.trainer)
         found = write_manifest(storage, own)
@@ -108,18 +108,19 @@ class Recorder:
             copy_tokenizer(self.run.config, storage)
         except OSError as error:
             logger.warning("the tokenizer was not copied beside the dumps: %s", error)
-        if self._recording is None:
-            self._recording = Recording(storage, gpu_layout(self.run.config))
-        self._write_down(self._recording, [key.step])
+        if self._training is None:
+            self._training = TrainingFile(storage, gpu_layout(self.run.config))
+        self._write_down(self._training, [key.step])
 
-    def _write_down(self, recording: Recording, steps: list[int]) -> None:
+    def _write_down(self, training: TrainingFile, steps: list[int]) -> None:
         try:
-            recording.save(steps)
+            training.save(steps)
         except OSError as error:
             logger.warning(
-                "who recorded which steps could not be written down in %s/recordings: %s. The rollouts do not depend "
-                "on it.",
+                "the steps that this training recorded could not be written down in %s/%s: %s. The rollouts do not "
+                "depend on it.",
                 self.folder,
+                TRAININGS,
                 error,
             )
 

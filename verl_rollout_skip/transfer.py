@@ -22,13 +22,12 @@ from verl_rollout_skip.errors import (
 )
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME as MANIFEST
-from verl_rollout_skip.manifest import read_manifest
+from verl_rollout_skip.manifest import TRAININGS, read_manifest
 from verl_rollout_skip.store import commit, names
 from verl_rollout_skip.store.record import MAX_RECORD_BYTES, EntryRecord, parse_record, record_bytes
 from verl_rollout_skip.store.storage import HERE, Storage
 from verl_rollout_skip.tokenizer import FOLDER as TOKENIZER
 
-_RECORDINGS = "recordings"
 _FILE_LIMIT = 1 << 40
 
 
@@ -68,14 +67,14 @@ class Copied:
 
 
 def copy_description(source: Storage, target: Storage) -> None:
-    """Copy what describes a variant: manifest, recordings, tokenizer, pins. Another manifest there is an error."""
+    """Copy what describes a variant: manifest, trainings, tokenizer, pins. Another manifest there is an error."""
     _copy_manifest(source, target)
-    for folder in (_RECORDINGS, TOKENIZER, pins.FOLDER):
+    for folder in (TRAININGS, TOKENIZER, pins.FOLDER):
         present = {file.name: file.size for file in target.files(folder)}
         for file in source.files(folder):
             if file.name.startswith("."):
                 continue  # somebody is writing it
-            changes = folder == _RECORDINGS
+            changes = folder == TRAININGS
             if file.name not in present or (changes and present[file.name] != file.size):
                 _put(target, folder, file.name, source.read(folder, file.name, _FILE_LIMIT), replace=changes)
 

@@ -266,7 +266,7 @@ def test_a_folder_that_becomes_read_only_is_told_and_the_training_goes_on(traini
     failed = [text for text in warned.messages if "dump failed: step" in text]
     assert failed
     assert all("Read-only file system" in text for text in failed)
-    assert warned.said("who recorded which steps could not be written down")
+    assert warned.said("the steps that this training recorded could not be written down")
     assert warned.said(f"{len(failed)} dumps failed")
 
 

@@ -183,7 +183,7 @@ def test_verify_names_an_entry_of_another_variant(tmp_path: Path, capsys: Any) -
 def test_verify_names_a_damaged_recording(tmp_path: Path, capsys: Any) -> None:
     training = Training(tmp_path)
     training.record(K1)
-    [recording] = (training.variants()[0] / "recordings").iterdir()
+    [recording] = (training.variants()[0] / "trainings").iterdir()
     recording.write_text(recording.read_text().replace("steps", "stops"))
     assert main(["verify", str(training.dumps), "--json"]) == 1
     [problem] = json.loads(capsys.readouterr().out)["problems"]

@@ -35,7 +35,7 @@ def copy(capsys: Any, source: Any, target: Any, *options: str, code: int = 0) ->
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Two variants with tokenizer, recordings and a pin."""
+    """Two variants with tokenizer, trainings and a pin."""
     training = Training(tmp_path_factory.mktemp("recorded"))
     training.record(K1, RolloutKey(1, 1), K2)
     training.record(K1, actor_rollout_ref__rollout__temperature=0.7)
@@ -56,7 +56,7 @@ def test_a_copy_has_the_same_bytes_at_the_same_places(recorded: Training, tmp_pa
     assert (done.returncode, done.stderr) == (0, "")
     assert contents(tmp_path / "copy") == contents(recorded.dumps)
     kinds = {path.split("/")[2] for path in contents(tmp_path / "copy")}
-    assert {"manifest.json", "tokenizer", "recordings", "pins", "step_000001"} <= kinds
+    assert {"manifest.json", "tokenizer", "trainings", "pins", "step_000001"} <= kinds
     assert main(["verify", str(tmp_path / "copy")]) == 0
 
 

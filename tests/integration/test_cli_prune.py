@@ -260,7 +260,7 @@ def test_what_is_recorded_after_the_plan_stays_with_the_manifest_of_its_variant(
     stayed = carry_out(plan)
     assert stayed.reasons == ["step 3, generation batch 0 was recorded meanwhile"]
     assert steps_in(variant) == [3]
-    assert {"manifest.json", "recordings", "tokenizer"} <= {path.name for path in variant.iterdir()}
+    assert {"manifest.json", "trainings", "tokenizer"} <= {path.name for path in variant.iterdir()}
     assert main(["verify", str(variant)]) == 0
 
 

@@ -295,7 +295,7 @@ def run_entry_point(block: Block, monkeypatch: Any, folder: Path) -> None:
 
 
 def check_tree(block: Block, place: Place) -> None:
-    for name in ("manifest.json", "recordings", "step_000001/gen_000.parquet", "step_000001/gen_000.json"):
+    for name in ("manifest.json", "trainings", "step_000001/gen_000.parquet", "step_000001/gen_000.json"):
         assert name in block.text
         assert (place.variant / name).exists()
 

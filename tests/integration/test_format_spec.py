@@ -89,11 +89,9 @@ def test_it_reads_the_manifest_and_computes_its_hashes(training: Training, varia
     assert format_reader.canonical_hash(fields["fingerprint"]) == fields["config_hash"] == manifest.config_hash
     assert format_reader.canonical_hash(fields["training"]) == fields["training_hash"] == manifest.training_hash
     assert variant.name == fields["config_hash"][:12]
-    found = format_reader.recordings(variant)
+    found = format_reader.trainings(variant)
     assert [item["steps"] for item in found] == [[1, 2, 3]]
-    assert [{**item, "checksum": None} for item in found] == [
-        {**item, "checksum": None} for item in manifest.recordings
-    ]
+    assert [{**item, "checksum": None} for item in found] == [{**item, "checksum": None} for item in manifest.trainings]
 
 
 def test_the_hash_takes_letters_and_numbers_as_the_package_does() -> None:
@@ -149,7 +147,7 @@ def test_the_document_has_every_field(variant: Path, entries: list[Entry]) -> No
     recorded = json.loads((variant / "manifest.json").read_text())
     assert list(manifest) == list(recorded)
     assert list(record) == list(entries[0].record)
-    (recording,) = format_reader.recordings(variant)
+    (recording,) = format_reader.trainings(variant)
     explained = set(re.findall(r"`(\w+)`", DOCUMENT))
     assert not {*recorded, *recording, *entries[0].record, *entries[0].record["info"]} - explained
 

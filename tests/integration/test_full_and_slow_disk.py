@@ -479,7 +479,7 @@ def test_a_training_records_what_fits_and_tells_what_does_not(
         assert not skip.step(RolloutKey(3), inputs_of(RolloutKey(3)), Engine()).hit
     assert (skip.statistics.dumped, skip.statistics.dump_failures) == (0, 1)
     assert "step 3, generation batch 0 was not written to" in caplog.text
-    assert "who recorded which steps could not be written down" in caplog.text
+    assert "the steps that this training recorded could not be written down" in caplog.text
     assert "The rollouts do not depend on it." in caplog.text
 
 

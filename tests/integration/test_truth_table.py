@@ -197,8 +197,8 @@ def matches(words: str, text: str) -> bool:
 
 def _kept(training: Training, variant: Path, before: dict[str, bytes], batch: object) -> None:
     after = contents(training.dumps)
-    assert {name: data for name, data in after.items() if "recordings" not in name} == {
-        name: data for name, data in before.items() if "recordings" not in name
+    assert {name: data for name, data in after.items() if "trainings" not in name} == {
+        name: data for name, data in before.items() if "trainings" not in name
     }
 
 

@@ -19,7 +19,7 @@ from verl_rollout_skip import manifest as module
 from verl_rollout_skip.errors import ManifestError
 from verl_rollout_skip.fingerprint import make_fingerprint
 from verl_rollout_skip.layout import gpu_layout, layout_difference, versions
-from verl_rollout_skip.manifest import Manifest, Recording, read_manifest, write_manifest
+from verl_rollout_skip.manifest import Manifest, TrainingFile, read_manifest, write_manifest
 from verl_rollout_skip.store.storage.locations import open_storage
 
 CONFIG = {
@@ -160,10 +160,10 @@ def test_a_manifest_of_a_later_version_asks_for_an_upgrade(written: Path) -> Non
 def test_each_process_that_records_is_written_down(written: Path) -> None:
     storage = open_storage(str(written.parent))
     for nodes in (2, 4):
-        recording = Recording(storage, gpu_layout({"trainer": {"nnodes": nodes, "n_gpus_per_node": 8}}))
+        recording = TrainingFile(storage, gpu_layout({"trainer": {"nnodes": nodes, "n_gpus_per_node": 8}}))
         recording.save([1])
         recording.save([3, 1, 2, 2])
-    found = Manifest.load(str(written)).recordings
+    found = Manifest.load(str(written)).trainings
     assert sorted(item["gpu_layout"]["world_size"] for item in found) == [16, 32]
     assert [item["steps"] for item in found] == [[1, 2, 3], [1, 2, 3]]
     assert all({"started_at", "updated_at", "host", "versions"} <= set(item) for item in found)
@@ -173,12 +173,12 @@ def test_a_damaged_recording_is_left_out_and_the_rollouts_stay_usable(
     written: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = open_storage(str(written.parent))
-    Recording(storage, {}).save([1])
-    Recording(storage, {}).save([2])
-    damaged = min((written.parent / "recordings").iterdir())
+    TrainingFile(storage, {}).save([1])
+    TrainingFile(storage, {}).save([2])
+    damaged = min((written.parent / "trainings").iterdir())
     damaged.write_text("{")
     with caplog.at_level(logging.WARNING, logger="verl_rollout_skip"):
-        assert len(Manifest.load(str(written)).recordings) == 1
+        assert len(Manifest.load(str(written)).trainings) == 1
     assert str(damaged) in caplog.text
 
 
@@ -186,13 +186,13 @@ def test_several_processes_can_start_recording_at_the_same_moment(tmp_path: Path
     script = """
 import json, sys, time
 from verl_rollout_skip.fingerprint import make_fingerprint
-from verl_rollout_skip.manifest import Manifest, Recording, write_manifest
+from verl_rollout_skip.manifest import Manifest, TrainingFile, write_manifest
 from verl_rollout_skip.store.storage.locations import open_storage
 folder, number, config = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 print("ready", flush=True); sys.stdin.readline()
 storage = open_storage(folder)
 manifest = write_manifest(storage, Manifest.make(f"run {number}", config, make_fingerprint(config)))
-recording = Recording(storage, manifest.gpu_layout)
+recording = TrainingFile(storage, manifest.gpu_layout)
 for step in range(20):
     recording.save(list(range(number * 100, number * 100 + step + 1)))
 print(manifest.run_name, flush=True)
@@ -214,7 +214,7 @@ print(manifest.run_name, flush=True)
     assert [process.returncode for process in processes] == [0] * 8
     found = Manifest.load(str(tmp_path / "variant"))
     assert set(winners) == {found.run_name}
-    steps = sorted(item["steps"] for item in found.recordings)
+    steps = sorted(item["steps"] for item in found.trainings)
     assert steps == [list(range(number * 100, number * 100 + 20)) for number in range(8)]
     assert not [file for file in (tmp_path / "variant").rglob("*") if file.is_file() and file.suffix != ".json"]
 
@@ -224,8 +224,8 @@ def test_an_object_store_holds_manifests_too() -> None:
     storage = open_storage(url)
     assert read_manifest(storage) is None
     write_manifest(storage, made())
-    Recording(storage, {}).save([1])
-    assert write_manifest(storage, made()).recordings[0]["steps"] == [1]
+    TrainingFile(storage, {}).save([1])
+    assert write_manifest(storage, made()).trainings[0]["steps"] == [1]
     assert Manifest.load(f"{url}/manifest.json") == Manifest.load(url)
     assert Manifest.load(url).path == f"{url}/manifest.json"
 

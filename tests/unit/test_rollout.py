@@ -361,7 +361,7 @@ def test_an_interrupt_while_closing_keeps_the_record_of_what_was_written(trainin
     monkeypatch.setattr(skip._recorder.store, "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         skip.close()
-    [recording] = (training.variants()[0] / "recordings").iterdir()
+    [recording] = (training.variants()[0] / "trainings").iterdir()
     assert '"steps": [\n    1,\n    2\n  ]' in recording.read_text()
 
 
@@ -431,7 +431,7 @@ def test_two_trainings_record_into_one_folder_at_once(training: Training) -> Non
         other._recorder.store.flush()
         assert one.step(K2, inputs_of(K2), never).hit
     assert store_of(training).keys() == [K1, K2]
-    assert len(list((training.variants()[0] / "recordings").iterdir())) == 2
+    assert len(list((training.variants()[0] / "trainings").iterdir())) == 2
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -532,7 +532,7 @@ def test_a_loop_that_forgets_to_close_its_recording_waits_at_exit_and_says_so(tr
     assert ended.returncode == 0, ended.stderr
     assert "RolloutSkip.close was not called: waiting for the dumps" in ended.stderr
     assert store_of(training).keys() == [K1, K2, K3]
-    [recording] = Manifest.load(str(training.variants()[0])).recordings
+    [recording] = Manifest.load(str(training.variants()[0])).trainings
     assert recording["steps"] == [1, 2, 3]
 
 

@@ -38,7 +38,7 @@ _BAD = (Outcome.CONFLICT, Outcome.DAMAGED)
 @number_option("--jobs", "entries at a time (default: 4)", 4)
 def command(src: str, dst: str, steps: str | None, read_back: bool, jobs: int) -> Result:
     """Copy a dump_dir, a run or a variant to another folder or object store, or from one: entries, manifests,
-    recordings, tokenizers and pins.
+    trainings, tokenizers and pins.
 
     DST then holds what SRC holds, at the same places below it. Each entry is checked by its digest and appears whole or
     not at all. Run the same command again to go on after an interruption, or to copy what was recorded since. Nothing

@@ -89,7 +89,7 @@ def _variant(place: Place, variant: Variant, first: Variant | None) -> dict[str,
         "compared_with": None if differs is None or first is None else first.name,
         "differs": differs,
         "training_differs": training,
-        "recordings": 0 if manifest is None else len(manifest.recordings),
+        "trainings": 0 if manifest is None else len(manifest.trainings),
         "entries": len(records),
         "unreadable": [
             {"step": bad.key.step, "gen_batch": bad.key.gen_batch, "error": bad.error} for bad in unreadable

@@ -11,7 +11,7 @@ from verl_rollout_skip.cli.command import Command, Result, path_argument, steps_
 from verl_rollout_skip.cli.folders import Variant, find_place
 from verl_rollout_skip.cli.text import counted, line, progress
 from verl_rollout_skip.errors import RolloutSkipError
-from verl_rollout_skip.manifest import CONFIG_HASH, explain_foreign, read_recordings, variant_name
+from verl_rollout_skip.manifest import CONFIG_HASH, explain_foreign, read_trainings, variant_name
 from verl_rollout_skip.store import names
 
 
@@ -46,7 +46,7 @@ def command(path: str, steps: str | None) -> Result:
                 except (RolloutSkipError, OSError) as error:
                     problems.append(_problem(variant, str(error), key.step, key.gen_batch))
                 checked += 1
-            problems += [_problem(variant, str(error)) for error in read_recordings(variant.storage)[1]]
+            problems += [_problem(variant, str(error)) for error in read_trainings(variant.storage)[1]]
             if variant.manifest_error is not None:
                 problems.append(_problem(variant, variant.manifest_error))
             elif variant.manifest is None and hashes:
