@@ -1,4 +1,4 @@
-"""Settings of which something else counts than the value: the content of the files, code or model that they name."""
+"""Settings that are compared by the content of the files, code or model that they name, not by value."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from verl_rollout_skip.patterns import matches
 from verl_rollout_skip.source_code import class_name_identity, classes_identity, code_identity, module_identity
 
 _R = "actor_rollout_ref.rollout"
-# Ways to read the same numbers, or to read none. Others (bitsandbytes, gguf …) change the weights as they load them.
+# Formats that load the same weights, or none. Others (bitsandbytes, gguf …) change the weights while loading.
 _PLAIN_FORMATS = {
     *("auto", "hf", "pt", "safetensors", "npcache", "dummy", "fastsafetensors", "runai_streamer", "sharded_state"),
     *("runai_streamer_sharded", "tensorizer", "megatron", "dtensor", "layered"),
 }
 _TRAINERS_WEIGHTS = "the trainer's weights"
-# A setting that verl makes a list of itself: one file and a list of one file mean the same.
+# verl turns a single value of this setting into a list, so one file and a list of one file are the same.
 LIST_OF_ONE = ("data.train_files",)
 
 
@@ -32,17 +32,16 @@ def _whether_set(value: str) -> str:
 
 
 def base_mode(value: str) -> str:
-    """which of verl's trainers it is made of: skip_sync is sync"""
+    """the verl trainer it is based on: skip_sync counts as sync"""
     return value.removeprefix("skip_")
 
 
 def _load_format(value: str) -> str:
-    """whether it brings a quantization; the trainer's weights replace what the engine loads before the first rollout"""
+    """whether it quantizes the weights; the trainer's weights replace the loaded ones before the first rollout"""
     return _TRAINERS_WEIGHTS if value in _PLAIN_FORMATS or value.startswith("dummy_") else value
 
 
-# Settings that name files: what counts is what is in them, not where they are. Several names under one key are digested
-# as several identities.
+# Each identity of a setting gets its own field in the fingerprint, with the part after "#" in its name.
 IDENTITIES: dict[str, dict[str, Callable[[str], str]]] = {
     "actor_rollout_ref.model.path": {"": model_identity, "tokenizer": tokenizer_identity},
     "actor_rollout_ref.model.hf_config_path": {"": model_identity},
@@ -92,5 +91,5 @@ IDENTITIES: dict[str, dict[str, Callable[[str], str]]] = {
 
 @functools.lru_cache(maxsize=4096)
 def identities_for(key: str) -> dict[str, Callable[[str], str]]:
-    """How the content behind a setting is identified; empty if its value is what counts."""
+    """How the content behind a setting is identified; empty if the setting is compared by value."""
     return next((identities for pattern, identities in IDENTITIES.items() if matches(key, pattern)), {})

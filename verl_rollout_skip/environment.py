@@ -1,9 +1,9 @@
-"""Environment variables that a rollout may depend on: those for Ray's workers, and those of this process.
+"""The environment variables that a rollout may depend on.
 
-Workers inherit this process's variables, so what is set in the shell and what is set in Ray's ``runtime_env`` count as
-the same setting, ``environment.NAME``. Of this process only what inference engines and verl read is looked at; of the
-``runtime_env`` everything, because it was set for this training. ``HARMLESS`` lists what makes no difference, and why;
-a variable that it does not name counts.
+Workers inherit the driver's variables, so a variable counts as the setting ``environment.NAME`` whether it is set in
+the shell or in Ray's ``runtime_env``. All variables of the ``runtime_env`` count, because they were set for this
+training; of the driver's own, only those that inference engines and verl read. ``HARMLESS`` lists the exceptions with a
+reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 PREFIX = "environment."
 RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env.env_vars."
 
-# What engines, and verl where it drives them, read from the environment.
+# Variables that engines read, and verl where it controls them.
 READ_BY_ENGINES = (
     *("VLLM_*", "SGLANG_*", "SGL_*", "TRTLLM_*", "TLLM_*", "TRT_LLM_*", "FLASHINFER_*"),
     *("VERL_FULL_DETERMINISM", "VERL_SEED", "VERL_VLLM_FP8_QUANT_ENABLED", "VERL_DISABLE_TRITON_FP8"),
@@ -25,7 +25,7 @@ READ_BY_ENGINES = (
 
 
 def _of_engines(*ends: str) -> list[str]:
-    """Patterns for variables of engines only: a user's own JUDGE_HOST or JUDGE_TIMEOUT may change rewards."""
+    """Patterns for engine variables only: a user's own JUDGE_HOST or JUDGE_TIMEOUT may change rewards."""
     return [f"{engine}{end}" for engine in ("VLLM_*", "SGL*_*") for end in ends]
 
 
@@ -52,7 +52,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         *("SGLANG_RAY_*", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "SGLANG_USE_PICKLE_IPC"),
         "SGLANG_USE_CUDA_IPC_TRANSPORT",
     ),
-    "which processes, threads and devices do the work": (
+    "processes, threads and devices": (
         *("CUDA_*", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "VLLM_DP_RANK*", "VLLM_WORKER_MULTIPROC_METHOD"),
         *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"),
         *("VLLM_MEDIA_LOADING_THREAD_COUNT", "VLLM_CUDART_SO_PATH", "SGLANG_*NUMA*", "SGLANG_SET_CPU_AFFINITY"),
@@ -68,27 +68,27 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         *("VLLM_COMPILE_CACHE_*", "VLLM_XGRAMMAR_CACHE_MB", "*_OUTLINES_*CACHE", "FLASHINFER_WORKSPACE_BASE"),
         "FLASHINFER_*CUBIN*",
     ),
-    "how long to wait": (*_of_engines("TIMEOUT*", "_HEARTBEAT_*"),),
+    "timeouts": (*_of_engines("TIMEOUT*", "_HEARTBEAT_*"),),
     "the engine's own server, which verl does not expose": (
         *("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH"),
         *("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_EXPOSE_OWN_ENV_VARS"),
     ),
-    "how the engine was built, or that it is tested": (
+    "how the engine was built or is tested": (
         *("VLLM_BUILD_*", "VLLM_IMAGE_TAG", "VLLM_DOCKER_BUILD_CONTEXT", "VLLM_MAIN_CUDA_VERSION"),
         *("VLLM_TARGET_DEVICE", "VLLM_USE_PRECOMPILED*", "VLLM_SYSTEM_START_DATE", "VLLM_CPU_CI_ENV"),
         "SGLANG_IS_IN_CI*",
     ),
 }
 
-# verl sets both from the configuration, and hands them to its workers as 0 where they are not set.
+# verl sets both from the configuration, and passes 0 to its workers if they are not set.
 _DETERMINISM = ("VERL_FULL_DETERMINISM", "VLLM_BATCH_INVARIANT")
 _FROM_CONFIG = ("actor_rollout_ref.rollout.full_determinism", "reward.reward_model.rollout.full_determinism")
 
 
 def environment(config: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that engines or reward functions may read, by their names in a fingerprint.
+    """The variables that engines or reward functions may read, under their names in a fingerprint.
 
-    ``config`` is flat. What it sets for Ray's workers wins over what this process has.
+    ``config`` is flat. Variables that it sets for Ray's workers take precedence over those of this process.
     """
     found = {
         name: value

@@ -1,9 +1,9 @@
-"""SHA-256 of whole files: read in parallel, with progress in the log, and remembered for the next training.
+"""SHA-256 digests of files: read in parallel, with progress in the log, and cached for the next training.
 
-A digest is remembered together with everything that changes when its file does: path, size, modification and change
-time, inode and device. Each is a small file of its own in the user's cache folder, so that any number of processes can
-write them, and counts only on the machine that wrote it. A large file of the Hugging Face cache is not read: its blob
-is named after its SHA-256.
+A cached digest is valid while the file's path, size, modification time, change time, inode and device stay the same,
+and only on the machine that wrote it. Each digest is a small file in the user's cache folder, so any number of
+processes can write at once. Large files in the Hugging Face cache are not read: their blobs are named after their
+SHA-256.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "VERL_ROLLOUT_SKIP_CACHE"
 _READ_BYTES = 8 << 20
-# Smaller files are read as quickly as they are looked up.
-_REMEMBERED_BYTES = 1 << 20
-# A file that changes twice within the resolution of its timestamps looks unchanged; so one that has just been written
-# is not remembered.
+# Reading a smaller file is as fast as looking up its digest.
+_CACHED_BYTES = 1 << 20
+# A file that changes twice within the resolution of its timestamps looks unchanged, so the digest of a file that was
+# just written is not cached.
 _SETTLED_NS = 2 * 10**9
 _PROGRESS_S = 5.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def digest_files(files: Sequence[Path]) -> list[str | None]:
-    """The SHA-256 of each file; None for those that cannot be read."""
+    """The SHA-256 of each file; None for a file that cannot be read."""
     found = {file: _known_digest(file) for file in files}
     unknown = [file for file, digest in found.items() if digest is None]
     sizes = {file: _size(file) for file in unknown}
@@ -58,17 +58,17 @@ def blob_digest(file: Path) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where digests are remembered: ``$VERL_ROLLOUT_SKIP_CACHE``, or the user's cache folder."""
+    """The folder of cached digests: ``$VERL_ROLLOUT_SKIP_CACHE``, or the user's cache folder."""
     given = os.environ.get(CACHE_VARIABLE)
     folder = given or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "verl_rollout_skip")
     try:
         return Path(folder).expanduser()
     except RuntimeError as error:
-        raise FileNotFoundError(f"{folder} does not exist, because this user has no home folder") from error
+        raise FileNotFoundError(f"{folder} does not exist, because this user has no home directory") from error
 
 
 def _size(file: Path) -> int | None:
-    """None for what is not there and for what never ends: devices and named pipes."""
+    """None for a missing file, and for devices and named pipes, which never end."""
     try:
         return file.stat().st_size if file.is_file() else None
     except OSError:
@@ -83,7 +83,7 @@ def _known_digest(file: Path) -> str | None:
         stat = file.stat()
     except OSError:
         return None
-    return _remembered(file, stat) if stat.st_size >= _REMEMBERED_BYTES else None
+    return _cached(file, stat) if stat.st_size >= _CACHED_BYTES else None
 
 
 def _read_all(files: Sequence[Path], total: int) -> list[str | None]:
@@ -91,7 +91,7 @@ def _read_all(files: Sequence[Path], total: int) -> list[str | None]:
         return []
     progress = _Progress(total)
     try:
-        if len(files) == 1 or total < _REMEMBERED_BYTES:  # no thread is worth starting
+        if len(files) == 1 or total < _CACHED_BYTES:  # not worth a thread pool
             return [_read(file, progress) for file in files]
         with ThreadPoolExecutor(min(worker_count(), len(files)), "rollout-skip-digest") as pool:
             try:
@@ -107,19 +107,19 @@ def _read(file: Path, progress: _Progress) -> str | None:
     try:
         for _ in range(2):
             digest, before, after = _read_once(file, progress)
-            if _marks(before) == _marks(after):
+            if _attributes(before) == _attributes(after):
                 break
         else:
-            logger.warning("%s is being written while it is read, so its digest is that of no complete file", file)
+            logger.warning("%s changes while it is being read, so its digest does not identify a complete file", file)
             return digest
     except OSError as error:
         logger.debug("%s cannot be read: %s", file, error)
         return None
-    if after.st_size >= _REMEMBERED_BYTES and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > _SETTLED_NS:
+    if after.st_size >= _CACHED_BYTES and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > _SETTLED_NS:
         try:
-            _remember(file, after, digest)
+            _cache(file, after, digest)
         except OSError as error:
-            progress.cannot_remember(error)
+            progress.cannot_cache(error)
     return digest
 
 
@@ -128,7 +128,7 @@ def _read_once(file: Path, progress: _Progress) -> tuple[str, os.stat_result, os
     with open(file, "rb", buffering=0) as stream:
         before = os.fstat(stream.fileno())
         buffer = memoryview(bytearray(min(_READ_BYTES, before.st_size)))
-        left = before.st_size  # of a file that grows no more than it had
+        left = before.st_size  # bytes appended meanwhile are not read
         while left and (count := stream.readinto(buffer[: min(left, len(buffer))])):
             digest.update(buffer[:count])
             progress.add(count)
@@ -137,7 +137,7 @@ def _read_once(file: Path, progress: _Progress) -> tuple[str, os.stat_result, os
 
 
 class _Progress:
-    """A line in the log every few seconds while much is read, and one at the end."""
+    """Logs a line every few seconds while large files are read, and one at the end."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -158,7 +158,7 @@ class _Progress:
             self._reported = now
             done, speed = self._done, self._done / (now - self._started)
         logger.info(
-            "reading weights and data to know them by content: %s of %s (%s/s)",
+            "reading weights and data to identify them by content: %s of %s (%s/s)",
             *(format_size(size) for size in (done, self._total, speed)),
         )
 
@@ -166,7 +166,7 @@ class _Progress:
         with self._lock:
             self._stopped = True
 
-    def cannot_remember(self, error: OSError) -> None:
+    def cannot_cache(self, error: OSError) -> None:
         with self._lock:
             self._unwritable = error
 
@@ -174,25 +174,21 @@ class _Progress:
         seconds = time.monotonic() - self._started
         if self._unwritable is not None:
             logger.warning(
-                "digests cannot be remembered, so the same files are read again next time: %s. Set %s to a folder that "
-                "you can write to",
+                "digests cannot be cached, so the same files are read again next time: %s. Set %s to a writable folder",
                 self._unwritable,
                 CACHE_VARIABLE,
             )
         elif seconds >= _PROGRESS_S and not self._stopped:
             logger.info(
-                "read %s in %.0f s; files that do not change are not read again (digests in %s)",
+                "read %s in %.0f s; unchanged files are not read again (digests in %s)",
                 format_size(self._done),
                 seconds,
                 cache_folder(),
             )
 
 
-# What is remembered
-
-
-def _marks(stat: os.stat_result) -> dict[str, int]:
-    """What changes when the content of a file does."""
+def _attributes(stat: os.stat_result) -> dict[str, int]:
+    """The attributes that change with the content of a file."""
     return {
         "size": stat.st_size,
         "modified_ns": stat.st_mtime_ns,
@@ -203,7 +199,7 @@ def _marks(stat: os.stat_result) -> dict[str, int]:
 
 
 def _machine() -> str:
-    """This machine, the same after a restart. Containers made from one image have equal ids and different names."""
+    """An id of this machine that survives a restart. Containers of one image share a machine-id but not a host name."""
     try:
         identifier = Path("/etc/machine-id").read_text().strip()
     except OSError:
@@ -216,7 +212,7 @@ def _entry(path: str) -> Path:
     return cache_folder() / "digests" / _machine() / f"{name}.json"
 
 
-def _remembered(file: Path, stat: os.stat_result) -> str | None:
+def _cached(file: Path, stat: os.stat_result) -> str | None:
     path = os.path.realpath(file)
     try:
         entry = _entry(path)
@@ -230,11 +226,11 @@ def _remembered(file: Path, stat: os.stat_result) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        logger.warning("%s is read again, because the remembered digest in %s cannot be used: %s", file, entry, error)
+        logger.warning("%s is read again, because its cached digest in %s cannot be used: %s", file, entry, error)
         return None
 
 
-def _remember(file: Path, stat: os.stat_result, digest: str) -> None:
+def _cache(file: Path, stat: os.stat_result, digest: str) -> None:
     path = os.path.realpath(file)
     entry = _entry(path)
     entry.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +239,7 @@ def _remember(file: Path, stat: os.stat_result, digest: str) -> None:
 
 
 def _fields(path: str, stat: os.stat_result, digest: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {"machine": _machine(), "path": path, **_marks(stat), "sha256": digest}
+    fields: dict[str, Any] = {"machine": _machine(), "path": path, **_attributes(stat), "sha256": digest}
     return {**fields, "checksum": _checksum(fields)}
 
 

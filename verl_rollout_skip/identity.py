@@ -1,8 +1,8 @@
-"""What a file or folder *is*, by its content: the same wherever it is mounted.
+"""Identifies files and folders by content, so that their identity does not depend on where they are mounted.
 
-Every byte of it counts. Only where the user asks for it are large files of a model sampled: the size, both ends, blocks
-in between, and in safetensors files a piece of the tensors; the identity then says so. What cannot be read from here is
-known by its name only, and that is said too.
+Every byte counts. On request, large model files are only sampled: their size, both ends, some blocks in between, and in
+safetensors files a piece of each tensor. A file that the driver cannot read is identified by its name. In both cases
+the identity says so.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ _WEIGHTS = (
     *("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data"),
 )
 _HIDDEN = (".*", "__pycache__")
-# Files beside a model that nobody reads to load it, with the reason.
+# Files in a model folder that are not read to load the model, with the reason.
 NOT_OF_THE_MODEL = {
     ".*": "hidden: locks, download caches, version control",
-    "__pycache__": "made by Python from the sources, which count",
-    "*.md": "text for people",
-    "LICENSE*": "text for people",
-    "USE_POLICY*": "text for people",
-    "*.pdf": "text for people",
+    "__pycache__": "compiled from the sources, which count",
+    "*.md": "documentation",
+    "LICENSE*": "documentation",
+    "USE_POLICY*": "documentation",
+    "*.pdf": "documentation",
     "*.png": "a figure of the model card",
     "*.jpg": "a figure of the model card",
     "*.log": "a log",
     "nohup.out": "a log",
     "slurm-*.out": "a log",
-    "events.out.tfevents.*": "a log, of TensorBoard",
-    "training_args.bin": "how the model was trained",
-    "trainer_state.json": "how the model was trained",
-    "optimizer.pt": "of the training that made the model, which no rollout reads",
-    "scheduler.pt": "of the training that made the model, which no rollout reads",
-    "rng_state*.pth": "of the training that made the model, which no rollout reads",
+    "events.out.tfevents.*": "a TensorBoard log",
+    "training_args.bin": "settings of the training that produced the model",
+    "trainer_state.json": "state of the training that produced the model",
+    "optimizer.pt": "state of the training that produced the model",
+    "scheduler.pt": "state of the training that produced the model",
+    "rng_state*.pth": "state of the training that produced the model",
 }
 UNREADABLE = "content not readable from here"
 SAMPLED = "only sampled"
 
 
 def model_identity(path: str) -> str:
-    """Configuration, code and weights of a model folder, or its name on the hub."""
-    return _folder_identity(path, _is_of_the_model)
+    """Configuration, code and weights of a model folder, or its name on the Hub."""
+    return _folder_identity(path, _is_model_file)
 
 
 def sampled_model_identity(path: str) -> str:
-    """The same, but of files beyond 8 MiB only samples are read."""
-    return _folder_identity(path, _is_of_the_model, sampled=True)
+    """The same, but files over 8 MiB are only sampled."""
+    return _folder_identity(path, _is_model_file, sampled=True)
 
 
 def tokenizer_identity(path: str) -> str:
-    """Tokenizer and chat template of a model folder, or its name on the hub."""
+    """Tokenizer and chat template of a model folder, or its name on the Hub."""
     return _folder_identity(path, is_tokenizer_file)
 
 
 def processing_identity(path: str) -> str:
-    """Tokenizer, chat template, processor and code of a folder (all but weights), or its name on the hub."""
-    return _folder_identity(path, _is_no_weight)
+    """Tokenizer, chat template, processor and code of a folder (everything but weights), or its name on the Hub."""
+    return _folder_identity(path, _is_not_weights)
 
 
 def data_identity(path: str) -> str:
-    """A file of training data."""
+    """A training data file."""
     return _file_identity(path, sampled=False)
 
 
@@ -139,7 +139,7 @@ def _files(folder: Path, counts: Callable[[str], bool]) -> Iterable[Path]:
     ):
         real = os.path.realpath(parent)
         if real in seen:
-            folders.clear()  # a link that leads back
+            folders.clear()  # a link back to a parent folder
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not _matches(name, _HIDDEN))
@@ -152,11 +152,11 @@ def is_tokenizer_file(name: str) -> bool:
     return _matches(name, _TOKENIZER) and not _matches(name, NOT_OF_THE_MODEL)
 
 
-def _is_of_the_model(name: str) -> bool:
+def _is_model_file(name: str) -> bool:
     return not _matches(name, NOT_OF_THE_MODEL) and not _matches(name, _TOKENIZER)
 
 
-def _is_no_weight(name: str) -> bool:
+def _is_not_weights(name: str) -> bool:
     return not _matches(name, NOT_OF_THE_MODEL) and not _matches(name, _WEIGHTS)
 
 
@@ -194,14 +194,14 @@ def _sample(file: Path) -> str | None:
 
 
 def _blocks(size: int) -> list[tuple[int, int]]:
-    """Both ends of a file and blocks spread over the rest."""
+    """Both ends of a file and blocks spread evenly over the rest."""
     inner = size - 2 * _END_BYTES
     spans = [(0, _END_BYTES), (size - _END_BYTES, _END_BYTES)]
     return spans + [(_END_BYTES + inner * block // _BLOCKS, _BLOCK_BYTES) for block in range(_BLOCKS)]
 
 
 def _tensor_pieces(stream: BinaryIO) -> list[tuple[int, int]]:
-    """The middle of each tensor of a safetensors file, or of evenly chosen ones if they are very many."""
+    """The middle of each tensor in a safetensors file, or of evenly spaced tensors if there are too many."""
     length = struct.unpack("<Q", stream.read(8))[0]
     if length > _MAX_HEADER_BYTES:
         return []
@@ -211,11 +211,11 @@ def _tensor_pieces(stream: BinaryIO) -> list[tuple[int, int]]:
         spans = spans[:: -(-len(spans) // _TENSORS)] if spans else []
         return [(8 + length + max(first, (first + last - _TENSOR_BYTES) // 2), _TENSOR_BYTES) for first, last in spans]
     except (ValueError, TypeError, KeyError, AttributeError):
-        return []  # not what its name says: the blocks have to do
+        return []  # not a safetensors file after all: the blocks must suffice
 
 
 def name_identity(path: str) -> str:
-    """What cannot be read from here: its name, with the commit if the hub's local cache knows it."""
+    """The identity of something that cannot be read: its name, with the commit if the local Hub cache has it."""
     commit = _hub_commit(path)
     if commit is not None:
         return f"{path} at commit {commit}"
@@ -223,7 +223,7 @@ def name_identity(path: str) -> str:
 
 
 def _hub_commit(name: str) -> str | None:
-    """The commit of a model or dataset name in the local cache of the hub."""
+    """The commit of a model or dataset in the local Hub cache."""
     if name.count("/") != 1 or name.startswith(("/", "~", ".")):
         return None
     home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))

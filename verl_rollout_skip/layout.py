@@ -1,4 +1,4 @@
-"""Where a rollout was generated: recorded and reported, never a reason not to use it."""
+"""The layout: where a rollout was generated. It is recorded and reported, but never causes a miss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ENGINES = ("vllm", "sglang", "tensorrt_llm")
 
 
 def gpu_layout(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Nodes, devices and parallel sizes, from the configuration and, if Ray runs, from the live cluster."""
+    """Nodes, devices and parallel sizes, from the configuration and, if Ray is running, from the cluster."""
     tree = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     nodes, per_node = (OmegaConf.select(tree, f"trainer.{key}") for key in ("nnodes", "n_gpus_per_node"))
     layout: dict[str, Any] = {
@@ -67,7 +67,7 @@ def _ray_cluster() -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of everything that a rollout comes from."""
+    """The versions of the packages that generate rollouts."""
     found = {"python": platform.python_version(), "verl_rollout_skip": __version__}
     for name in ("verl", "torch", "ray", "transformers", *_ENGINES):
         try:
@@ -78,7 +78,7 @@ def versions() -> dict[str, str]:
 
 
 def host() -> dict[str, Any]:
-    """Which process on which machine."""
+    """The host name and process id."""
     return {"name": socket.gethostname(), "pid": os.getpid()}
 
 

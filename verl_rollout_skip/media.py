@@ -1,7 +1,7 @@
-"""The image, video and audio files that rows of the training data name by path.
+"""Identifies the image, video and audio files that rows of the training data name by path.
 
-They are known by path, size and modification time: a data set may name millions. Only the columns that can hold such
-paths are read; pictures that are stored in the data itself are part of the data file and of its digest.
+They are compared by path, size and modification time, because a dataset may name millions of files. Only columns that
+can contain such paths are read. Media stored in the data file itself are covered by that file's digest.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MAX_PATH = 4096
 _MAX_SPACE = 64
 _COLUMNS = {"data.image_key": "images", "data.video_key": "videos", "data.audio_key": "audios"}
 _PROMPT = ("data.prompt_key", "prompt")
-# What a message or an item of those columns calls the file; the other texts of an item are options.
+# The fields that name the file in a message or in an item of those columns; other strings of an item are options.
 _FIELDS = {"image", "video", "audio", "path", "url", "image_url", "video_url", "audio_url"}
 
 
 def media_identity(files: Sequence[Any], config: Mapping[str, Any]) -> str | None:
-    """What the rows of some data files name; None if they name no files. ``config`` is flat."""
+    """The identity of the files that the rows of some data files name; None if there are none. ``config`` is flat."""
     columns = {str(config.get(key) or default) for key, default in _COLUMNS.items()}
     prompt = str(config.get(_PROMPT[0]) or _PROMPT[1])
     named: set[str] = set()
@@ -45,7 +45,7 @@ def media_identity(files: Sequence[Any], config: Mapping[str, Any]) -> str | Non
         try:
             named.update(path for text in _texts(str(file), columns, prompt) if (path := _local(text)) is not None)
         except OSError:
-            continue  # of which the identity of the data speaks
+            continue  # the identity of the data file reports this
         except (ValueError, pa.ArrowException, RecursionError) as error:
             logger.debug("%s: %s", file, error)
             unsearched.append(f"{Path(str(file)).name} cannot be searched for more: {UNREADABLE}")
@@ -54,26 +54,29 @@ def media_identity(files: Sequence[Any], config: Mapping[str, Any]) -> str | Non
     paths = sorted(named)
     chosen = paths[:: -(-len(paths) // _MAX_FILES) or 1]
     if len(chosen) >= _MANY_FILES:
-        logger.info("looking at size and time of %d images, videos and audio files that the data names", len(chosen))
+        logger.info("reading size and time of %d image, video and audio files named in the data", len(chosen))
     groups = [chosen[start : start + _AT_ONCE] for start in range(0, len(chosen), _AT_ONCE)]
-    marks = [mark for group in map_in_threads(_marks, groups) for mark in group]
+    stats = [stat for group in map_in_threads(_stats, groups) for stat in group]
     digest = hashlib.sha256()
-    for path, mark in zip(chosen, marks, strict=True):
-        digest.update(f"{path}\0{mark}\0".encode("utf-8", "surrogatepass"))
+    for path, stat in zip(chosen, stats, strict=True):
+        digest.update(f"{path}\0{stat}\0".encode("utf-8", "surrogatepass"))
     count = f"{len(paths)} files" if len(chosen) == len(paths) else f"{len(paths)} files, {SAMPLED}: {len(chosen)}"
-    lost = marks.count(None)
+    lost = stats.count(None)
     notes = [*([f"{lost} of them: {UNREADABLE}"] if lost else []), *unsearched]
     note = f" ({'; '.join(notes)})" if notes else ""
-    total = sum(mark[0] for mark in marks if mark is not None)
+    total = sum(stat[0] for stat in stats if stat is not None)
     return f"{count}, {format_size(total)}, digest of paths, sizes and times {digest.hexdigest()[:32]}{note}"
 
 
-def _marks(paths: Iterable[str]) -> list[tuple[int, int] | None]:
-    """Size and time in whole seconds, which survive a copy that keeps times; None for what is not there."""
-    return [_mark(path) for path in paths]
+def _stats(paths: Iterable[str]) -> list[tuple[int, int] | None]:
+    """Size and modification time of each file; None if it is missing.
+
+    Times are whole seconds, because not every copy that preserves times keeps fractions.
+    """
+    return [_stat(path) for path in paths]
 
 
-def _mark(path: str) -> tuple[int, int] | None:
+def _stat(path: str) -> tuple[int, int] | None:
     try:
         stat = os.stat(path)
     except (OSError, ValueError):
@@ -117,7 +120,7 @@ def _holds_paths(leaf: Any, columns: set[str], prompt: str, leaves: Sequence[Any
     names = [name for name in inner if name not in ("list", "element", "item", "array")]
     if top == prompt:
         return bool(names) and names[-1] in _FIELDS
-    # verl looks at the bytes of an item if it has any, and never at the path beside them.
+    # verl uses the bytes of an item if it has any, and then ignores its path.
     has_bytes = any(other.path == f"{leaf.path.rpartition('.')[0]}.bytes" for other in leaves)
     return top in columns and (not names or names[-1] in _FIELDS) and not has_bytes
 
@@ -134,7 +137,7 @@ def _texts_of_column(column: pa.Array) -> Iterator[str]:
 
 
 def _rows_of_json(path: Path, names: set[str]) -> Iterator[dict[str, Any]]:
-    """The rows that may have one of these names, of a file with one object per line or of one that is a list."""
+    """The rows that may contain one of these names, from JSON lines or a JSON list."""
     named = re.compile("|".join(re.escape(json.dumps(name)) for name in sorted(names)).encode())
     with open(path, "rb") as stream:
         is_list = stream.read(_MAX_SPACE).lstrip()[:1] == b"["
@@ -147,7 +150,7 @@ def _rows_of_json(path: Path, names: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def _texts_of_item(item: Any, is_item: bool) -> Iterator[str]:
-    """``is_item``: a text counts by itself. Inside a message only the fields that name files do."""
+    """``is_item``: a bare string is a path. Inside a message, only the fields that name files are."""
     if isinstance(item, str):
         if is_item:
             yield item

@@ -1,8 +1,8 @@
-"""What each setting of a verl training means for a recorded rollout: the list that a reviewer can read.
+"""The effect of each verl setting on recorded rollouts, as one reviewable list.
 
-The first pattern that matches a key decides; ``*`` matches anything, dots included. Keys that no pattern names fall to
-the end of the list, where whatever could shape prompts, tokens or rewards is ROLLOUT: an unknown key makes a recorded
-rollout unusable rather than wrong. ``python -m verl_rollout_skip.rules`` prints the list as docs/settings.md.
+The first pattern that matches a key decides; ``*`` matches anything, including dots. The last patterns catch every
+other key and treat whatever could affect prompts, tokens or rewards as ROLLOUT: an unknown key causes a miss, never a
+wrong rollout. ``python -m verl_rollout_skip.rules`` prints the list as docs/settings.md.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from verl_rollout_skip.patterns import matches
 
 
 class Effect(str, Enum):
-    """What a changed setting does to recorded rollouts."""
+    """How a changed setting affects recorded rollouts."""
 
     ROLLOUT = "rollout"
     """The tokens or the stored rewards depend on it: recorded rollouts are not used."""
     TRAINING = "training"
-    """Only what is learned from the rollouts depends on it: they are used, and the change is reported."""
+    """Only what is learned from the rollouts depends on it: they are used and the change is reported."""
     NEITHER = "neither"
-    """Where and how fast things run, or what is logged: no difference."""
+    """It only changes where and how fast things run, or what is logged."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the list. ``part`` is "reward" for what only the stored rewards depend on."""
+    """One line of the list. ``part`` is "reward" if only the stored rewards depend on the setting."""
 
     pattern: str
     effect: Effect
@@ -48,7 +48,7 @@ def _rules(effect: Effect, reason: str, *patterns: str, part: str = "tokens") ->
 _R = "actor_rollout_ref.rollout"
 _NEITHER, _TRAINING, _ROLLOUT = Effect.NEITHER, Effect.TRAINING, Effect.ROLLOUT
 
-# Layout and memory of an inference engine, wherever one is configured.
+# Layout and memory of an inference engine, in every block that configures one.
 _ENGINE_KNOBS = (
     *("nnodes", "n_gpus_per_node", "gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes"),
     *("free_cache_engine", "tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size"),
@@ -56,7 +56,7 @@ _ENGINE_KNOBS = (
     *("enable_prefix_caching", "scheduling_policy", "layered_summon", "disable_log_stats"),
     *("multi_stage_wake_up", "disaggregation.*", "update_weights_bucket_megabytes", "enable_sleep_mode"),
 )
-# Layout, memory and speed of a training engine (FSDP, Megatron, VeOmni, TorchTitan). What loads weights is not here.
+# Layout, memory and speed of a training engine (FSDP, Megatron, VeOmni, TorchTitan), except settings that load weights.
 _TRAIN_KNOBS = (
     *("*offload*", "*reshard_after_forward*", "*fsdp_size*", "*forward_prefetch*", "*wrap_policy*"),
     *("*use_orig_params*", "*parallel_size*", "*parallel_replicate_size*", "*parallel_shard_size*"),
@@ -70,22 +70,22 @@ _TRAIN_KNOBS = (
 _OLD_AND_NEW_REWARD_MODEL = ("reward.reward_model", "reward_model")
 
 RULES: list[Rule] = [
-    # What verl hands on as it is, to code that it does not know: nothing below may except a part of it.
+    # verl passes these unchanged to code that it does not know, so no rule below may exempt any of them.
     *_rules(
         _ROLLOUT,
-        "handed on as it is to the engine, the dataset or the model",
+        "passed unchanged to the engine, the dataset or the model",
         *(f"{_R}.engine_kwargs.*", f"{_R}.agent.*_kwargs.*", "data.custom_cls.*", "data.*kwargs", "data.*kwargs.*"),
         *("actor_rollout_ref.model.override_config.*", "distillation.*.engine_kwargs.*"),
     ),
     *_rules(
         _ROLLOUT,
-        "handed on as it is to the reward function or the reward model",
+        "passed unchanged to the reward function or the reward model",
         *("reward.*kwargs", "reward.*kwargs.*", "reward_model.*kwargs", "reward_model.*kwargs.*"),
         part="reward",
     ),
     *_rules(_NEITHER, "names a class of verl, not a setting", "_target_", "*._target_"),
-    *_rules(_NEITHER, "this package, and the skip that it replaces", "rollout_skip.*", "skip.*", f"{_R}.skip.*"),
-    *_rules(_NEITHER, "settings of this package by their old names", f"{_R}.skip_rollout", f"{_R}.skip_dump_dir"),
+    *_rules(_NEITHER, "this package and verl's own skip", "rollout_skip.*", "skip.*", f"{_R}.skip.*"),
+    *_rules(_NEITHER, "old names of settings of this package", f"{_R}.skip_rollout", f"{_R}.skip_dump_dir"),
     *_rules(
         _NEITHER,
         "profiling and tracing",
@@ -93,23 +93,23 @@ RULES: list[Rule] = [
         f"{_R}.trace.*",
     ),
     *_rules(_NEITHER, "monitoring", f"{_R}.prometheus.*", f"{_R}.moe_load_balance_metrics_interval"),
-    # Environment variables, of Ray's runtime_env or of the driver: what is not known to be harmless may matter.
+    # Environment variables from Ray's runtime_env or the driver. One that is not listed as harmless counts.
     *(
         Rule(f"{PREFIX}{name}", _NEITHER, f"environment: {reason}")
         for reason, names in HARMLESS.items()
         for name in names
     ),
-    *_rules(_ROLLOUT, "an environment variable that engine or reward function may read", f"{PREFIX}*"),
+    *_rules(_ROLLOUT, "an environment variable that the engine or the reward function may read", f"{PREFIX}*"),
     *_rules(
         _NEITHER,
-        "how Ray and the transport are started (env_vars: see environment.*)",
+        "how Ray and TransferQueue are started (for env_vars see environment.*)",
         "ray_kwargs.*",
         "ray_init.*",
         "transfer_queue.*",
     ),
     *_rules(
         _NEITHER,
-        "how many processes do the work",
+        "number of worker processes",
         *("data.dataloader_num_workers", "data.filter_overlong_prompts_workers", f"{_R}.agent.num_workers"),
         *("reward.num_workers", "reward_model.num_workers"),
     ),
@@ -118,22 +118,26 @@ RULES: list[Rule] = [
     *_rules(_NEITHER, "layout and memory of the rollout engine", *(f"{_R}.{knob}" for knob in _ENGINE_KNOBS)),
     *_rules(
         _NEITHER,
-        "batch sizes of the log-prob pass of the trainer",
+        "batch sizes of the trainer's log-prob pass",
         *(f"{_R}.log_prob_micro_batch_size*", f"{_R}.log_prob_use_dynamic_bsz", f"{_R}.log_prob_max_token_len_per_gpu"),
     ),
-    *_rules(_NEITHER, "how weights travel, where servers run", f"{_R}.checkpoint_engine.*", f"{_R}.router_config_path"),
     *_rules(
         _NEITHER,
-        "only logs where a conversation, tokenized whole, differs from what was generated turn by turn",
+        "how weights are transferred and where servers run",
+        *(f"{_R}.checkpoint_engine.*", f"{_R}.router_config_path"),
+    ),
+    *_rules(
+        _NEITHER,
+        "only logs where a conversation tokenized as a whole differs from the tokens generated turn by turn",
         f"{_R}.multi_turn.tokenization_sanity_check_mode",
     ),
     *_rules(
         _ROLLOUT,
-        "only a format that changes weights, e.g. bitsandbytes: verl gives the engine the trainer's weights before the "
-        "first rollout, so what it has loaded before that, or made up (dummy), is never used",
+        "counts only for a format that changes the weights, e.g. bitsandbytes: verl sends the trainer's weights to the "
+        "engine before the first rollout, so the weights that the engine loads or initializes (dummy) are never used",
         f"{_R}.load_format",
     ),
-    *_rules(_NEITHER, "own classes that move weights", f"{_R}.checkpoint_manager_class"),
+    *_rules(_NEITHER, "custom class that transfers weights", f"{_R}.checkpoint_manager_class"),
     *_rules(
         _NEITHER,
         "layout and memory of the reward model",
@@ -149,12 +153,12 @@ RULES: list[Rule] = [
     ),
     *_rules(
         _ROLLOUT,
-        "whether scores are part of the rollout or made after it",
+        "whether scores are part of the rollout or computed after it",
         *(f"{root}.enable_resource_pool" for root in _OLD_AND_NEW_REWARD_MODEL),
         part="reward",
     ),
-    *_rules(_NEITHER, "how many calls the sandbox takes at once", "*sandbox_fusion.max_concurrent", part="reward"),
-    *_rules(_ROLLOUT, "whether a sandbox runs the code (not where it is)", "*sandbox_fusion.url", part="reward"),
+    *_rules(_NEITHER, "number of concurrent sandbox calls", "*sandbox_fusion.max_concurrent", part="reward"),
+    *_rules(_ROLLOUT, "whether a sandbox runs the code, not its address", "*sandbox_fusion.url", part="reward"),
     *_rules(
         _NEITHER,
         "layout and memory of the teacher's engine",
@@ -163,29 +167,31 @@ RULES: list[Rule] = [
     ),
     *_rules(
         _TRAINING,
-        "how the teacher's answers are learned from",
+        "how the training learns from the teacher's answers",
         *(
             f"distillation.distillation_loss.{key}"
             for key in ("*coef", "*clamp", "use_*", "policy_loss_mode", "clip_ratio*")
         ),
     ),
     # The trainer's own block.
-    *_rules(_ROLLOUT, "V0 and V1 trainers record batches of another shape", "trainer.use_v1"),
+    *_rules(_ROLLOUT, "V0 and V1 trainers record batches in different formats", "trainer.use_v1"),
     *_rules(_ROLLOUT, "which weights generate which trajectory, and which trajectories are kept", "trainer.v1.*"),
     *_rules(
         _TRAINING,
-        "length of the schedule, if the learning rate follows one; no difference otherwise",
+        "length of the learning rate schedule, if there is one",
         *("trainer.total_epochs", "trainer.total_training_steps"),
     ),
     *_rules(_TRAINING, "when the actor starts to learn", "trainer.critic_warmup"),
     *_rules(
-        _TRAINING, "the weights the training starts from, if not one of its own checkpoints", "trainer.resume_from_path"
+        _TRAINING,
+        "the weights that the training starts from, unless they are its own checkpoint",
+        "trainer.resume_from_path",
     ),
     *_rules(_TRAINING, "which rows make up a mini-batch", "trainer.balance_batch"),
     *_rules(_TRAINING, "which training engine", "trainer.use_legacy_worker_impl"),
     *_rules(
         _NEITHER,
-        "names of the run: they are part of the folder's name",
+        "part of the run folder's name",
         *("trainer.project_name", "trainer.experiment_name"),
     ),
     *_rules(
@@ -208,20 +214,20 @@ RULES: list[Rule] = [
     ),
     *_rules(
         _TRAINING,
-        "unknown to this package; what is in this block reaches the trainer, and neither engine nor reward function",
+        "not a known setting; this block reaches only the trainer, not the engine or the reward function",
         "trainer.*",
     ),
     # Learning.
     *_rules(
         _NEITHER,
-        "after how many generation batches a step gives up with an error; those it has generated are the same",
+        "after how many generation batches a step fails; the generated batches are the same",
         "algorithm.filter_groups.max_num_gen_batches",
     ),
     *_rules(_ROLLOUT, "dynamic sampling decides which prompts are generated", "algorithm.filter_groups.*"),
-    *_rules(_TRAINING, "advantage and loss (REMAX, which adds rollouts, is compared apart)", "algorithm.*"),
+    *_rules(_TRAINING, "advantage and loss (REMAX adds rollouts and is compared separately)", "algorithm.*"),
     *_rules(
         _ROLLOUT,
-        "the weights that the first rollout is generated with",
+        "the weights that generate the first rollout",
         *(
             f"actor_rollout_ref.actor.{key}"
             for key in ("*dist_checkpointing*", "*load_checkpoint_path", "*load_weight")
@@ -233,15 +239,15 @@ RULES: list[Rule] = [
     *_rules(_TRAINING, "how the actor learns", "actor_rollout_ref.actor.*"),
     *_rules(
         _NEITHER,
-        "layout, memory and speed of the reference",
+        "layout, memory and speed of the reference model",
         *(f"actor_rollout_ref.ref.{knob}" for knob in _TRAIN_KNOBS),
     ),
-    *_rules(_NEITHER, "batch sizes of the reference's log-prob pass", "actor_rollout_ref.ref.log_prob_*"),
-    *_rules(_TRAINING, "the reference enters the loss", "actor_rollout_ref.ref", "actor_rollout_ref.ref.*"),
+    *_rules(_NEITHER, "batch sizes of the reference model's log-prob pass", "actor_rollout_ref.ref.log_prob_*"),
+    *_rules(_TRAINING, "the reference model is part of the loss", "actor_rollout_ref.ref", "actor_rollout_ref.ref.*"),
     *_rules(_NEITHER, "layout and memory of the critic", *(f"critic.{knob}" for knob in _TRAIN_KNOBS)),
     *_rules(_TRAINING, "how the critic learns", "critic.*"),
     *_rules(_TRAINING, "which training engine", "model_engine", "actor_rollout_ref.hybrid_engine"),
-    *_rules(_NEITHER, "a time-out", "actor_rollout_ref.nccl_timeout"),
+    *_rules(_NEITHER, "a timeout", "actor_rollout_ref.nccl_timeout"),
     *_rules(
         _NEITHER,
         "memory and speed of the model in training",
@@ -258,7 +264,7 @@ RULES: list[Rule] = [
         "actor_rollout_ref.model.use_shm",
     ),
     *_rules(_TRAINING, "how adapters are trained", "actor_rollout_ref.model.lora.dropout*"),
-    # What is left shapes prompts, tokens or rewards, known or not.
+    # Every other key, known or not, is taken to affect prompts, tokens or rewards.
     *_rules(
         _ROLLOUT,
         "the reward function and its settings",
@@ -267,18 +273,18 @@ RULES: list[Rule] = [
         "custom_reward_function.*",
         part="reward",
     ),
-    *_rules(_ROLLOUT, "what the sandbox of the reward allows", "sandbox_fusion.*", part="reward"),
+    *_rules(_ROLLOUT, "limits of the reward's sandbox", "sandbox_fusion.*", part="reward"),
     *_rules(_ROLLOUT, "chooses or shapes the prompts", "data.*"),
     *_rules(_ROLLOUT, "changes the tokens", f"{_R}.*"),
     *_rules(_ROLLOUT, "the model that generates", "actor_rollout_ref.model.*"),
     *_rules(_ROLLOUT, "the teacher's answers are stored with the rollout", "distillation.*"),
-    *_rules(_ROLLOUT, "unknown to this package, so it may matter", "*"),
+    *_rules(_ROLLOUT, "not a known setting, so it may matter", "*"),
 ]
 
 
 @dataclass(frozen=True)
 class Unused:
-    """Settings that nothing reads in some trainings, whatever their rule says."""
+    """Settings that some trainings do not read, whatever their rule says."""
 
     pattern: str
     reason: str
@@ -299,17 +305,17 @@ def _is_another_mode(mode: str) -> Callable[[Mapping[str, Any]], bool]:
 UNUSED: list[Unused] = [
     Unused(
         "trainer.v1.*",
-        "`trainer.use_v1` is false: the V0 trainer reads nothing of it",
+        "`trainer.use_v1` is false: the V0 trainer does not read this block",
         lambda config: config.get("trainer.use_v1") is False,
     ),
     *(
-        Unused(f"trainer.v1.{mode}.*", f"`trainer.v1.trainer_mode` is another of verl's modes than {mode}", applies)
+        Unused(f"trainer.v1.{mode}.*", f"`trainer.v1.trainer_mode` is one of verl's modes, but not {mode}", applies)
         for mode in _V1_MODES
         for applies in (_is_another_mode(mode),)
     ),
     Unused(
         "trainer.v1.sampler.max_off_policy_*",
-        "`trainer.v1.trainer_mode` is sync with verl's own sampler, where every trajectory is on-policy",
+        "`trainer.v1.trainer_mode` is sync and the sampler is verl's own: every trajectory is on-policy",
         lambda config: _mode(config) == "sync" and not config.get("trainer.v1.sampler.custom_sampler.path"),
     ),
 ]
@@ -317,17 +323,17 @@ UNUSED: list[Unused] = [
 
 @functools.lru_cache(maxsize=4096)
 def rule_for(key: str) -> Rule:
-    """The rule that decides about a setting."""
+    """The rule that applies to a setting."""
     return next(rule for rule in RULES if matches(key, rule.pattern))
 
 
 def unused(key: str, config: Mapping[str, Any]) -> Unused | None:
-    """Why nothing reads a setting in a training with this (flat) configuration; None if it counts as its rule says."""
+    """Why a training with this flat configuration does not read a setting; None if its rule applies."""
     return next((item for item in UNUSED if matches(key, item.pattern) and item.applies(config)), None)
 
 
 def rules_as_markdown() -> str:
-    """The list for people, as docs/settings.md has it."""
+    """The list as docs/settings.md shows it."""
     meanings = "\n".join(f"- **{effect.value}**: {_MEANINGS[effect]}" for effect in Effect)
     lines = [_INTRODUCTION.format(meanings=meanings), "| setting | effect | why |", "|---|---|---|"]
     for (effect, reason), rules in itertools.groupby(RULES, lambda rule: (rule.effect, rule.reason)):
@@ -345,35 +351,37 @@ def rules_as_markdown() -> str:
 
 
 _MEANINGS = {
-    Effect.ROLLOUT: "the tokens or the stored rewards depend on it. Recorded rollouts are not used after a change.",
-    Effect.TRAINING: "only what is learned from the rollouts depends on it. They are used, and the change is reported.",
-    Effect.NEITHER: "where and how fast things run, or what is logged. No difference.",
+    Effect.ROLLOUT: "the tokens or the stored rewards depend on it. After a change, recorded rollouts are not used.",
+    Effect.TRAINING: "only what is learned from the rollouts depends on it. After a change, recorded rollouts are used "
+    "and the change is reported.",
+    Effect.NEITHER: "it only changes where and how fast things run, or what is logged. A change makes no difference.",
 }
-_INTRODUCTION = """# What each setting means for recorded rollouts
+_INTRODUCTION = """# How each setting affects recorded rollouts
 
-<!-- Made by `python -m verl_rollout_skip.rules > docs/settings.md`; edit verl_rollout_skip/rules.py instead. -->
+<!-- Generated by `python -m verl_rollout_skip.rules > docs/settings.md`; edit verl_rollout_skip/rules.py instead. -->
 
-The first line whose pattern matches a setting decides; `*` stands for anything, dots included.
+The first pattern that matches a setting decides; `*` matches anything, including dots. A setting has one of three
+effects:
 
 {meanings}
 
-The estimator `remax` generates a greedy answer beside the sampled ones, so a change from or to it is a change of the
-rollout, although `algorithm.adv_estimator` is otherwise a matter of the training.
+The estimator `remax` also generates a greedy answer for each prompt, so switching to or from it changes the rollout.
+Any other change of `algorithm.adv_estimator` affects only the training.
 """
 _SOMETIMES = """## Settings that are not read
 
-Whatever the list above says of them, these make no difference in some trainings.
+Some trainings do not read these settings. There they make no difference, whatever the list above says.
 """
 _CONTENT = f"""## Settings that name files
 
-Of these the content counts, not the path: the same files under another path are the same, and changed files under the
-same path are not. `data.train_files` may be one file or a list of one. Image, video and audio files that its rows name
-by path are compared by path, size and modification time.
+These settings are compared by the content of the files, not by path: you can move a file, and a changed file under the
+same path counts as a change. A single file in `data.train_files` is the same as a list of one. Image, video and audio
+files that the rows of the data name by path are compared by path, size and modification time.
 
-`environment.*` stands for environment variables: all of `ray_kwargs.ray_init.runtime_env.env_vars`, and those of the
-driver that engines read: {", ".join(f"`{name}`" for name in READ_BY_ENGINES)}.
+`environment.*` means environment variables: all of `ray_kwargs.ray_init.runtime_env.env_vars`, and those of the driver
+that engines read: {", ".join(f"`{name}`" for name in READ_BY_ENGINES)}.
 """
-_FOLDERS = """Files of a model folder that make no difference:
+_FOLDERS = """These files of a model folder make no difference:
 """
 
 

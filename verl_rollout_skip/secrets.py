@@ -1,4 +1,4 @@
-"""Secrets do not go to disk: tokens, keys and passwords in a configuration are masked wherever they stand."""
+"""Masks secrets in a configuration (tokens, keys, passwords), so that they are never written to disk."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
-# A key whose name says that its value is a secret, in snake_case, kebab-case or camelCase. Names that only look like it
-# are left alone: token counts and lengths, prompt_key, image_key, and the special tokens of a tokenizer. Of any other
-# kind of token (answer_token, turn_token …) only what looks like a credential is hidden: it may be one that counts.
+# Key names of secrets, in snake_case, kebab-case or camelCase. They do not match names that only look similar: token
+# counts and lengths, prompt_key, image_key, and a tokenizer's special tokens. For any other kind of token
+# (answer_token, turn_token …) only a value that looks like a credential is masked, because the rollout may depend on
+# it.
 _SECRET_KEY = re.compile(
     r"(?i)(^|[_\-.])(api[_\-]?key|access[_\-]?key([_\-]?id)?|account[_\-]?key|secret([_\-]?(access[_\-]?)?key)?|"
     r"private[_\-]?key|password|passwd|pwd|passphrase|credentials?|auth|authorization|bearer|cookie|"
@@ -24,7 +25,7 @@ _SPECIAL_TOKEN = re.compile(
     r"(?i)(^|[_\-.])(eos|bos|pad|unk|sep|cls|mask|stop|start|begin|end|special|image|video|audio|vision|think|tool|"
     r"prefix|suffix|boi|eoi|per|max|min|num|new|by|to)[_\-]?token$"
 )
-# Repetitions have bounds where a text could be scanned from each of its characters to its end.
+# Repetitions are bounded where matching could otherwise take quadratic time.
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.\-]{0,40}://)(?P<user>[^/\s:@]*):(?P<password>[^/\s]+)@")
 _URL_TOKEN = re.compile(r"(?P<scheme>(?:https?|git\+https?)://)[^/\s:@]{16,}@")
 _QUERY = re.compile(
@@ -44,7 +45,7 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z 
 
 
 def mask(value: Any, key: str = "") -> Any:
-    """A copy of a configuration with its secrets masked. All that stands below a secret key is masked."""
+    """A copy of a configuration with its secrets masked, including everything below a secret key."""
     return _mask(value, is_secret_key(key), is_token_key(key))
 
 
@@ -65,20 +66,20 @@ def _mask(value: Any, secret: bool, token: bool) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def is_secret_key(key: str) -> bool:
-    """Whether a name, or a part of a dotted one, says that its value is a secret."""
+    """Whether a name, or a part of a dotted name, is that of a secret."""
     names = _CAMEL.sub("_", key).split(".")
     return any(_SECRET_KEY.search(name) for name in names)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_token_key(key: str) -> bool:
-    """Whether a name, or a part of a dotted one, is that of some token that may be a secret."""
+    """Whether a name, or a part of a dotted name, is that of a token that may be a secret."""
     names = _CAMEL.sub("_", key).split(".")
     return any(_TOKEN_KEY.search(name) and not _SPECIAL_TOKEN.search(name) for name in names)
 
 
 def masked_keys(value: Any, path: str = "") -> list[str]:
-    """The dotted keys of a masked configuration whose values are gone."""
+    """The dotted keys whose values are masked in a configuration."""
     if isinstance(value, Mapping):
         return [
             found for name, item in value.items() for found in masked_keys(item, f"{path}.{name}" if path else name)

@@ -1,8 +1,8 @@
-"""What code *is*, by its source: the file that a setting names, and the modules of the same project that it imports.
+"""Identifies code by its source: the file that a setting names, and the modules of the same project that it imports.
 
-Nothing is imported or run: imports are read off the syntax tree and looked for beside the file, in its package, in the
-other folders of projects on Python's path, and where editable installs point. Installed packages and verl are not
-followed; their versions are in the manifest.
+Nothing is imported or run. Imports are found in the syntax tree and resolved next to the file, in its package, in other
+project folders on ``sys.path``, and in editable installs. Installed packages and verl are not followed; the manifest
+has their versions.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Found = tuple[Path | None, bool]
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _NAMED, _FOLLOWED = 20, 1000
-# Users debug these while they replay. verl's version is in the manifest.
+# Users edit these while they debug a replay. verl's version is in the manifest.
 _NOT_FOLLOWED = {"verl", "verl_rollout_skip"}
-# What Python itself puts into a class.
-_NOTHING = {
+# Attributes that Python adds to every class.
+_IMPLICIT = {
     *("__module__", "__doc__", "__qualname__", "__dict__", "__weakref__", "__annotations__", "__static_attributes__"),
     *("__firstlineno__", "__abstractmethods__", "_abc_impl", "__orig_bases__", "__parameters__"),
 }
-# What the YAML files of tools, interactions and agent loops call the class that they configure.
+# The keys that name a class in the YAML files of tools, interactions and agent loops.
 _CLASS_KEYS = ("class_name", "_target_")
 _CONFIG_FILES = {".yaml", ".yml", ".json"}
-# A larger one that a configuration names is data, e.g. the index of a search tool.
+# A larger file is data, e.g. the index of a search tool.
 _MAX_CONFIG_BYTES = 1 << 20
 
 
 def code_identity(path: str) -> str:
-    """A source file, by its path or as pkg://package.module, and the project's own modules that it imports."""
+    """A source file (a path or pkg://package.module) and the project's own modules that it imports."""
     if path.startswith("pkg://"):
         return module_identity(path.removeprefix("pkg://").replace("/", "."))
     file = Path(path.removeprefix("file://")).expanduser()
@@ -57,21 +57,21 @@ def module_identity(name: str) -> str:
 
 
 def class_name_identity(name: str) -> str:
-    """The source of the class that a dotted name means, and the project's own modules that it imports."""
+    """The source of the class with a dotted name, and the project's own modules that it imports."""
     module = name.rpartition(".")[0]
     return f"{name} in {module_identity(module)}" if module else name
 
 
 def classes_identity(path: str) -> str:
-    """A configuration file, the source of the classes that it names, and the files that it names."""
+    """A configuration file, and the classes and files that it names."""
     return "; ".join(_parts_of_config(Path(path).expanduser(), set()))
 
 
 def _parts_of_config(file: Path, seen: set[Path]) -> list[str]:
-    """A configuration file and what it names, and what configuration files among those name."""
+    """A configuration file and what it names, recursively."""
     seen.add(file.resolve())
     try:
-        tree = yaml.safe_load(file.read_text())  # which reads JSON as well
+        tree = yaml.safe_load(file.read_text())  # reads JSON too
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return [file_identity(str(file))]
     texts = sorted(set(_texts(tree)))
@@ -91,7 +91,7 @@ def _parts_of_config(file: Path, seen: set[Path]) -> list[str]:
 
 
 def _texts(tree: Any, key: Any = None) -> Iterator[tuple[bool, str]]:
-    """All texts of a configuration, each with whether it is the name of a class."""
+    """All strings in a configuration, each with whether it names a class."""
     if isinstance(tree, str):
         yield key in _CLASS_KEYS, tree
     elif isinstance(tree, dict):
@@ -103,12 +103,12 @@ def _texts(tree: Any, key: Any = None) -> Iterator[tuple[bool, str]]:
 
 
 def class_identity(kind: type) -> str:
-    """The source of a class and its bases that are neither installed nor verl's nor empty; "" if there are none."""
+    """The source of a class and its bases, except those that are empty, installed or verl's; "" if none is left."""
     names: dict[str, list[str]] = {}
     for base in kind.__mro__:
         if (
             base.__module__.split(".")[0] in (*_NOT_FOLLOWED, *sys.builtin_module_names)
-            or vars(base).keys() <= _NOTHING
+            or vars(base).keys() <= _IMPLICIT
         ):
             continue
         file = _class_file(base)
@@ -119,9 +119,9 @@ def class_identity(kind: type) -> str:
 
 def _class_file(kind: type) -> str | None:
     module = sys.modules.get(kind.__module__)
-    # Where Ray has sent a class to, __main__ is another script than the one that defines it.
-    is_there = kind.__module__ != "__main__" or getattr(module, kind.__name__, None) is kind
-    if is_there and getattr(module, "__file__", None):
+    # In a Ray worker, __main__ is not the script that defines the class.
+    is_defined_here = kind.__module__ != "__main__" or getattr(module, kind.__name__, None) is kind
+    if is_defined_here and getattr(module, "__file__", None):
         return module.__file__  # type: ignore[union-attr]
     for value in vars(kind).values():
         function = inspect.unwrap(getattr(value, "__func__", None) or getattr(value, "fget", None) or value)
@@ -133,12 +133,12 @@ def _class_file(kind: type) -> str | None:
 def _text_identity(file: str | None) -> str:
     if file is not None and os.path.isfile(file):
         return f": {code_identity(file)}"
-    text = "".join(linecache.getlines(file or ""))  # a cell of a notebook
+    text = "".join(linecache.getlines(file or ""))  # a notebook cell
     return f": a cell, digest {xxhash.xxh3_128(text.encode()).hexdigest()}" if text else f" ({UNREADABLE})"
 
 
 def _module_file(name: str) -> Path | None:
-    """Where the source of a module is. Found without importing it or the packages that it is in."""
+    """The source file of a module, found without importing it or its packages."""
     top, *inner = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -153,7 +153,7 @@ def _module_file(name: str) -> Path | None:
 
 
 def _imports_identity(file: Path) -> str:
-    """The modules that a file imports, directly or not; empty if it imports none of its own project."""
+    """The modules that a file imports, directly or indirectly; empty if it imports none of its own project."""
     home = file.parent.resolve()
     file = home / file.name
     modules = sorted((_relative(module, home), _digest(module)) for module in _imported(file))
@@ -168,7 +168,7 @@ def _imports_identity(file: Path) -> str:
 
 
 def _digest(module: Path) -> str:
-    """Empty if it cannot be read."""
+    """The digest of a module; empty if it cannot be read."""
     try:
         return xxhash.xxh3_128(module.read_bytes()).hexdigest()
     except OSError:
@@ -178,9 +178,9 @@ def _digest(module: Path) -> str:
 def _imported(file: Path) -> set[Path]:
     found: set[Path] = set()
     waiting = [file]
-    look = functools.cache(_look)  # modules import the same ones, and a network file system takes its time
+    look = functools.cache(_look)  # modules share imports, and a network file system is slow
     while waiting and len(found) < _FOLLOWED:
-        for module in sorted(_imports_of(waiting.pop(), look)):  # the same ones are left out each time
+        for module in sorted(_imports_of(waiting.pop(), look)):  # sorted, so that the limit always cuts off the same
             if module not in found and module != file:
                 found.add(module)
                 waiting.append(module)
@@ -193,12 +193,12 @@ def _imports_of(file: Path, look: Callable[[Path], Found]) -> set[Path]:
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return set()  # it is digested, and whatever cannot be parsed cannot be imported
+        return set()  # the file itself is still digested; Python could not import it either
     return {module for folder, parts in _names(tree, file) for module in _modules(folder, parts, look)}
 
 
 def _names(tree: ast.AST, file: Path) -> Iterator[tuple[Path, list[str]]]:
-    """What is imported, as a folder to look in and the parts of a name."""
+    """The imports of a file, each as a folder to search and the parts of a dotted name."""
     root = _package_root(file)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -214,7 +214,7 @@ def _names(tree: ast.AST, file: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _starts(file: Path, root: Path, parts: list[str]) -> list[tuple[Path, list[str]]]:
-    """Where an absolute import is looked for: beside the file, in its package's root, and where Python looks."""
+    """The folders to search for an absolute import: the file's own, its package's root, and ``sys.path``."""
     is_own_package = root != file.parent and parts[0] == file.relative_to(root).parts[0]
     own = [root] if is_own_package else []
     if parts[0] in _NOT_FOLLOWED:
@@ -225,28 +225,28 @@ def _starts(file: Path, root: Path, parts: list[str]) -> list[tuple[Path, list[s
 
 
 def _editable(parts: list[str]) -> list[tuple[Path, list[str]]]:
-    """Where an editable install keeps a package that is in none of the folders in which Python looks."""
-    return [(place.parent, [place.name, *parts[1:]]) for place in _found_by_finders(parts[0], *sys.path)]
+    """Where an editable install keeps a package that is not on ``sys.path``."""
+    return [(path.parent, [path.name, *parts[1:]]) for path in _found_by_finders(parts[0], *sys.path)]
 
 
 @functools.lru_cache(maxsize=1024)
 def _found_by_finders(top: str, *_search_path: str) -> tuple[Path, ...]:
-    """The package or module, without its suffix, that an import hook of a project finds; nothing is imported."""
+    """The path, without suffix, of a package or module that a project's import hook finds; nothing is imported."""
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
         return ()
     if spec is None:
         return ()
-    places = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if not places and spec.origin is not None and spec.origin.endswith(".py"):
-        places = [Path(spec.origin).with_suffix("")]
-    return tuple(place for place in map(Path.resolve, places) if not _is_installed(place))
+    paths = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not paths and spec.origin is not None and spec.origin.endswith(".py"):
+        paths = [Path(spec.origin).with_suffix("")]
+    return tuple(path for path in map(Path.resolve, paths) if not _is_installed(path))
 
 
 @functools.lru_cache(maxsize=8)
 def _search_path(here: str, *entries: str) -> tuple[Path, ...]:
-    """The folders of projects among those in which Python looks: no standard library, no installed packages."""
+    """The project folders on ``sys.path``, without the standard library and installed packages."""
     folders = [Path(here, entry).resolve() for entry in entries]
     return tuple(folder for folder in folders if os.path.isdir(folder) and not _is_installed(folder))
 
@@ -257,7 +257,7 @@ def _is_installed(path: Path) -> bool:
 
 
 def _modules(folder: Path, parts: list[str], look: Callable[[Path], Found]) -> Iterator[Path]:
-    """The module of a name, and the packages on the way to it, which are imported first."""
+    """The module with a dotted name and its parent packages, which Python imports first."""
     path = folder
     for part in parts:
         path = path / part
@@ -269,7 +269,7 @@ def _modules(folder: Path, parts: list[str], look: Callable[[Path], Found]) -> I
 
 
 def _look(path: Path) -> Found:
-    """The source of the package or module at a path without its suffix, and whether that is a folder."""
+    """The source file of the package or module at a path without suffix, and whether the path is a folder."""
     is_folder = os.path.isdir(path)
     candidates = [path / "__init__.py"] if is_folder else []
     candidates.append(path.with_name(f"{path.name}.py"))
@@ -277,7 +277,7 @@ def _look(path: Path) -> Found:
 
 
 def _package_root(file: Path) -> Path:
-    """The folder that the outermost package of a module is in."""
+    """The folder that contains a module's outermost package."""
     root = file.parent
     while os.path.isfile(root / "__init__.py") and root != root.parent:
         root = root.parent
@@ -285,11 +285,11 @@ def _package_root(file: Path) -> Path:
 
 
 def _relative(file: Path, home: Path) -> str:
-    """The name of a file as its project has it, without the folder of the project, which each clone may name."""
+    """The path of a file relative to its project, whose own folder may have a different name in each clone."""
     root = _package_root(file)
     if file.is_relative_to(home):
         root = home
-    elif root == file.parent:  # no package, or one without __init__.py
+    elif root == file.parent:  # not in a package, or in one without __init__.py
         folders = [folder for folder in _search_path(os.getcwd(), *sys.path) if file.is_relative_to(folder)]
         root = max(folders, key=lambda folder: len(folder.parts), default=root)
     return file.relative_to(root).as_posix()

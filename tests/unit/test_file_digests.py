@@ -138,7 +138,7 @@ def test_a_damaged_cache_is_ignored_with_a_line_in_the_log(
     (entry,) = entries(cache)
     entry.write_bytes(content)
     assert digest_files([shard]) == [sha256(shard)]
-    assert "the remembered digest in" in caplog.text
+    assert "its cached digest in" in caplog.text
     assert json.loads(entry.read_bytes())["sha256"] == sha256(shard)
 
 
@@ -173,7 +173,7 @@ def test_a_cache_that_cannot_be_written_costs_time_and_nothing_else(
 ) -> None:
     cache.write_text("a file where the folder should be")
     assert digest_files([shard]) == [sha256(shard)]
-    assert "digests cannot be remembered" in caplog.text
+    assert "digests cannot be cached" in caplog.text
     assert "VERL_ROLLOUT_SKIP_CACHE" in caplog.text
 
 
@@ -187,9 +187,9 @@ def test_a_user_without_a_home_folder_can_train(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
     assert digest_files([shard]) == [sha256(shard)]
-    assert "digests cannot be remembered" in caplog.text
-    assert "no home folder" in caplog.text
-    assert "Set VERL_ROLLOUT_SKIP_CACHE to a folder that you can write to" in caplog.text
+    assert "digests cannot be cached" in caplog.text
+    assert "no home directory" in caplog.text
+    assert "Set VERL_ROLLOUT_SKIP_CACHE to a writable folder" in caplog.text
 
 
 def test_many_processes_can_remember_at_once(tmp_path: Path, cache: Path) -> None:
@@ -243,8 +243,8 @@ def test_long_reading_is_in_the_log(
     monkeypatch.setattr(file_digests, "_PROGRESS_S", 0.0)
     with caplog.at_level(logging.INFO, logger="verl_rollout_skip"):
         digest_files([shard])
-    assert "reading weights and data to know them by content: 3.1 MB of 3.1 MB" in caplog.text
-    assert "files that do not change are not read again" in caplog.text
+    assert "reading weights and data to identify them by content: 3.1 MB of 3.1 MB" in caplog.text
+    assert "unchanged files are not read again" in caplog.text
 
 
 def test_a_file_that_is_written_while_it_is_read_is_named(
@@ -258,7 +258,7 @@ def test_a_file_that_is_written_while_it_is_read_is_named(
 
     monkeypatch.setattr(file_digests._Progress, "add", write_too)
     digest_files([shard])
-    assert "is being written while it is read" in caplog.text
+    assert "changes while it is being read" in caplog.text
 
 
 def test_the_cache_is_in_the_user_s_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
