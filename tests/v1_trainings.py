@@ -29,8 +29,8 @@ from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from tests.verl_configs import compose_ppo
-from verl_rollout_skip.v1.mixin import RolloutSkipMixin
-from verl_rollout_skip.v1.seam import base_mode
+from verl_rollout_skip.trainers.v1.compat import base_mode
+from verl_rollout_skip.trainers.v1.mixin import RolloutSkipMixin
 
 PROMPTS, SAMPLES, ROWS = 4, 3, 40
 PARTITION = "train"

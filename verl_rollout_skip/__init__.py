@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from verl_rollout_skip.config import SkipConfig
     from verl_rollout_skip.key import RolloutKey
     from verl_rollout_skip.manifest import Manifest
-    from verl_rollout_skip.mixin import RolloutSkipMixin
     from verl_rollout_skip.modes import Mode
     from verl_rollout_skip.rollout import RolloutSkip
     from verl_rollout_skip.store.store import RolloutStore
-    from verl_rollout_skip.trainers import SkipDAPOTrainer, SkipPPOTrainer
+    from verl_rollout_skip.trainers.v0.mixin import RolloutSkipMixin
+    from verl_rollout_skip.trainers.v0.trainers import SkipDAPOTrainer, SkipPPOTrainer
 
 __all__ = [
     "Manifest",
@@ -35,11 +35,11 @@ _HOMES = {
     "Mode": "verl_rollout_skip.modes",
     "RolloutKey": "verl_rollout_skip.key",
     "RolloutSkip": "verl_rollout_skip.rollout",
-    "RolloutSkipMixin": "verl_rollout_skip.mixin",
+    "RolloutSkipMixin": "verl_rollout_skip.trainers.v0.mixin",
     "RolloutStore": "verl_rollout_skip.store.store",
     "SkipConfig": "verl_rollout_skip.config",
-    "SkipDAPOTrainer": "verl_rollout_skip.trainers",
-    "SkipPPOTrainer": "verl_rollout_skip.trainers",
+    "SkipDAPOTrainer": "verl_rollout_skip.trainers.v0.trainers",
+    "SkipPPOTrainer": "verl_rollout_skip.trainers.v0.trainers",
 }
 
 _NEED_VERL = ("RolloutSkipMixin", "SkipDAPOTrainer", "SkipPPOTrainer")

@@ -66,7 +66,7 @@ def check_environment() -> None:
 
 def run_resumption(resumption: Resumption) -> None:
     """Train, in this process and the Ray workers that it starts."""
-    from verl_rollout_skip.runner import SkipTaskRunner, train
+    from verl_rollout_skip.trainers.runner import SkipTaskRunner, train
 
     uses_v1 = resumption.config.trainer.get("use_v1", False)
 

@@ -10,8 +10,8 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from tests.driver.stand_ins import VERL
 from tests.driver.training import DriverOnly, SkipTrainer, Trainings, VerlTrainer
 from verl_rollout_skip import RolloutSkipMixin
-from verl_rollout_skip.dapo import DynamicSampling
 from verl_rollout_skip.errors import ConfigError, InertError, UnsupportedTrainerError
+from verl_rollout_skip.trainers.v0.dapo import DynamicSampling
 
 ONE_STEP = "trainer.total_training_steps=1"
 

@@ -21,8 +21,8 @@ from tests.driver.training import (
     score_answer,
 )
 from verl_rollout_skip import RolloutSkipMixin, SkipDAPOTrainer
-from verl_rollout_skip.dapo import DynamicSampling
 from verl_rollout_skip.errors import ConfigError
+from verl_rollout_skip.trainers.v0.dapo import DynamicSampling
 
 pytestmark = pytest.mark.skipif(VERL < (0, 7), reason="SkipDAPOTrainer needs rollouts that come with their rewards")
 

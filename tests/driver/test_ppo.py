@@ -60,7 +60,7 @@ def test_all_that_a_step_waits_for_counts_as_loading(trainings: Trainings, monke
         passed[0] += 1000
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + passed[0])
-    monkeypatch.setattr("verl_rollout_skip.mixin.recompute_rewards", slow_rewards)
+    monkeypatch.setattr("verl_rollout_skip.trainers.v0.mixin.recompute_rewards", slow_rewards)
     cached = trainings.run("cache", "rollout_skip.reward=recompute")
     assert cached.hits == [1.0, 1.0, 1.0]
     assert all(metrics["timing_s/rollout_skip/load_s"] >= 1000 for metrics in cached.metrics.values())

@@ -23,7 +23,7 @@ from tests.driver.stand_ins import VERL
 from tests.driver.training import SkipTrainer, Trainings, VerlTrainer, assert_same_training
 from verl_rollout_skip import RolloutSkipMixin
 from verl_rollout_skip.errors import ConfigError
-from verl_rollout_skip.seams import SEAMS, find_seam
+from verl_rollout_skip.trainers.v0.compat import SEAMS, find_seam
 
 # More devices than the replay has.
 LARGE_SERVERS = "actor_rollout_ref.rollout.tensor_model_parallel_size=4"

@@ -198,7 +198,7 @@ def check_training(module: str, arguments: str, place: Place) -> None:
     if "rollout_skip.mode" in arguments:
         check_settings(config, arguments)
     if module == "verl.trainer.main_ppo" and "trainer_mode" in arguments:
-        from verl_rollout_skip.v1.plugin import MODES
+        from verl_rollout_skip.trainers.plugin import MODES
 
         assert config.trainer.use_v1
         assert config.trainer.v1.trainer_mode in MODES

@@ -19,7 +19,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from tests.v1_trainings import PARTITION, clear_queue, put_session, seen, trajectory, transfer_queue
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import UnsupportedBatchError
-from verl_rollout_skip.v1 import sampled
+from verl_rollout_skip.trainers.v1 import sampled
 
 K1 = RolloutKey(1)
 

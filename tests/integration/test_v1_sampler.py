@@ -19,7 +19,7 @@ from tests.v1_trainings import SyncTrainer, Trainings, hits, transfer_queue
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import QueueError, UnsupportedBatchError
 from verl_rollout_skip.history import HISTORY, LEARNED_FROM, UNKNOWN
-from verl_rollout_skip.v1 import sampled
+from verl_rollout_skip.trainers.v1 import sampled
 
 SAMPLER = """
 import numpy as np

@@ -41,8 +41,8 @@ from verl_rollout_skip.errors import (
     UnsupportedTrainerError,
 )
 from verl_rollout_skip.rollout import RolloutSkip
+from verl_rollout_skip.trainers.v1.sampled import stack
 from verl_rollout_skip.v1 import RolloutSkipMixin
-from verl_rollout_skip.v1.sampled import stack
 
 STEPS = [1, 2, 3]
 

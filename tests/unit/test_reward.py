@@ -12,7 +12,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 
 from tests.batches import rollout_input, rollout_output
-from verl_rollout_skip.reward import recompute_rewards
+from verl_rollout_skip.trainers.v0.reward import recompute_rewards
 
 ROWS = 4
 

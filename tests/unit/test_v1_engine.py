@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.verl_configs import compose_ppo
-from verl_rollout_skip.v1.engine import remove_engine
+from verl_rollout_skip.trainers.v1.engine import remove_engine
 
 
 def test_nothing_is_set_up_for_servers_that_are_not_started() -> None:

@@ -9,9 +9,9 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.utils.tensordict_utils import assign_non_tensor_data, get_tensordict
 
 from verl_rollout_skip.errors import InertError, UnsupportedBatchError
-from verl_rollout_skip.v1.dataloader import PushBack
-from verl_rollout_skip.v1.in_flight import InFlight
-from verl_rollout_skip.v1.metrics import of_step
+from verl_rollout_skip.trainers.v1.dataloader import PushBack
+from verl_rollout_skip.trainers.v1.in_flight import InFlight
+from verl_rollout_skip.trainers.v1.metrics import of_step
 
 
 def batch(*numbers: int, run: str = "run", step: int = 1) -> TensorDict:

@@ -17,7 +17,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from verl_rollout_skip.errors import ConfigError, InertError
-from verl_rollout_skip.v1 import plugin
+from verl_rollout_skip.trainers import plugin
 
 TRAINERS = "trainers_of_a_test"
 
@@ -102,7 +102,7 @@ def test_an_imported_module_has_the_loader_that_it_would_have_without_the_plugin
 def test_a_module_that_is_watched_can_be_looked_up_and_run_as_a_program(package: Path) -> None:
     script = (
         "import runpy, importlib.util\n"
-        "from verl_rollout_skip.v1 import plugin\n"
+        "from verl_rollout_skip.trainers import plugin\n"
         f"plugin.call_after_import('{TRAINERS}.v1', lambda module: print('imported', module.names))\n"
         f"assert importlib.util.find_spec('{TRAINERS}.v1').origin.endswith('v1.py')\n"
         f"runpy.run_module('{TRAINERS}.v1', run_name='__main__')\n"
@@ -112,10 +112,15 @@ def test_a_module_that_is_watched_can_be_looked_up_and_run_as_a_program(package:
     assert done.stdout.splitlines() == ["run as a program ['sync']", "imported ['sync']"]
 
 
-def test_loading_the_plugin_imports_neither_verl_nor_torch() -> None:
-    script = "import sys, verl_rollout_skip.v1.plugin; print([m for m in ('verl', 'torch', 'ray') if m in sys.modules])"
+@pytest.mark.parametrize("path", ["verl_rollout_skip.trainers.plugin", "verl_rollout_skip.v1.plugin"])
+def test_loading_the_plugin_imports_neither_verl_nor_torch(path: str) -> None:
+    """Also by the name that installations before verl_rollout_skip.trainers gave to verl."""
+    script = (
+        f"import sys, {path}; print([m for m in ('verl', 'torch', 'ray') if m in sys.modules], "
+        "'verl_rollout_skip.trainers.plugin' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "[] True"
 
 
 class Trainer:
@@ -223,7 +228,7 @@ def test_the_fully_asynchronous_trainer_is_refused_before_ray_starts() -> None:
 def test_trainers_that_cannot_be_imported_say_so_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     verl = SimpleNamespace(PPOTrainer=None, get_trainer_cls=lambda name: f"the trainer {name}")
     plugin.offer_trainers(verl)
-    monkeypatch.setitem(sys.modules, "verl_rollout_skip.v1.trainers", None)
+    monkeypatch.setitem(sys.modules, "verl_rollout_skip.trainers.v1.trainers", None)
     assert verl.get_trainer_cls("sync") == "the trainer sync"
     with pytest.raises(ImportError, match=r"trainer_mode=skip_sync cannot be used, because verl_rollout_skip\.v1"):
         verl.get_trainer_cls("skip_sync")
@@ -232,7 +237,8 @@ def test_trainers_that_cannot_be_imported_say_so_when_they_are_asked_for(monkeyp
 def test_importing_the_mixin_does_not_import_verl() -> None:
     """It could only be half imported for plugins and modules of users, which verl imports."""
     script = (
-        "import sys, verl_rollout_skip.v1.mixin; print([name for name in sys.modules if name.split('.')[0] == 'verl'])"
+        "import sys, verl_rollout_skip.trainers.v1.mixin\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'verl'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

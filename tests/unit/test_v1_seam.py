@@ -11,8 +11,8 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl_rollout_skip import v1
 from verl_rollout_skip.errors import UnsupportedTrainerError
 from verl_rollout_skip.fingerprint import difference, make_fingerprint
+from verl_rollout_skip.trainers.v1.compat import base_mode, use_skip_trainer
 from verl_rollout_skip.v1 import RolloutSkipMixin
-from verl_rollout_skip.v1.seam import base_mode, use_skip_trainer
 
 NAMES = {
     "sync": "SkipPPOTrainerSync",

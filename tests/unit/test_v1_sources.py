@@ -9,7 +9,7 @@ import pytest
 from tests.trainings import Training
 from verl_rollout_skip import RolloutKey
 from verl_rollout_skip.errors import MismatchError
-from verl_rollout_skip.v1.asynchronous import check_sources
+from verl_rollout_skip.trainers.v1.asynchronous import check_sources
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.samples import SampleLog
-from verl_rollout_skip.weights import DeferredWeightSync
+from verl_rollout_skip.trainers.weights import DeferredWeightSync
 
 logger = logging.getLogger(__name__)
 

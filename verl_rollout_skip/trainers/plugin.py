@@ -52,7 +52,7 @@ def offer_trainers(module: Any) -> None:
 
 def _register_trainers(mode: str) -> None:
     try:
-        importlib.import_module("verl_rollout_skip.v1.trainers")
+        importlib.import_module("verl_rollout_skip.trainers.v1.trainers")
     except Exception as error:
         raise ImportError(
             f"trainer.v1.trainer_mode={mode} cannot be used, because verl_rollout_skip.v1 cannot be imported: "

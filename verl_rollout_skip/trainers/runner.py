@@ -16,9 +16,9 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from verl_rollout_skip.config import SkipConfig
-from verl_rollout_skip.engine import without_reward_model
-from verl_rollout_skip.trainers import SkipPPOTrainer
-from verl_rollout_skip.v1.seam import use_skip_trainer
+from verl_rollout_skip.trainers.engine import without_reward_model
+from verl_rollout_skip.trainers.v0.trainers import SkipPPOTrainer
+from verl_rollout_skip.trainers.v1.compat import use_skip_trainer
 
 
 class SkipTaskRunner(BaseTaskRunner):

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, open_dict
 
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
-from verl_rollout_skip.fit import explain_unfollowable
+from verl_rollout_skip.trainers.fit import explain_unfollowable
 
 _METHODS = ("init_workers", "fit", "_load_checkpoint", "_get_gen_batch")
 
@@ -42,7 +42,7 @@ class Seam:
 
     def without_engine(self, config: DictConfig, loads_rewards: bool) -> DictConfig:
         """A copy of a training's configuration that starts no inference engine."""
-        from verl_rollout_skip.engine import without_engine
+        from verl_rollout_skip.trainers.engine import without_engine
 
         changed = without_engine(config, loads_rewards)
         rollout, model = changed.actor_rollout_ref.rollout, changed.actor_rollout_ref.model
@@ -55,7 +55,7 @@ class Seam:
 
     def stop_weight_syncs(self, trainer: Any) -> None:
         """For a trainer that was made with the configuration of ``without_engine``, after ``init_workers``."""
-        from verl_rollout_skip.engine import NoWeightSync
+        from verl_rollout_skip.trainers.engine import NoWeightSync
 
         if not self.takes_weight_sync:
             trainer.checkpoint_manager = NoWeightSync(config=None, actor_wg=None, replicas=[])
@@ -119,7 +119,7 @@ def find_seam(trainer: type) -> Seam:
 
 
 def _is_of_a_trainer(kind: type) -> bool:
-    return kind.__module__ not in ("verl_rollout_skip.mixin", "verl_rollout_skip.fit", "verl_rollout_skip.dapo")
+    return not kind.__module__.startswith("verl_rollout_skip.trainers.")
 
 
 def _refuse(trainer: type, reason: str) -> None:

@@ -14,18 +14,18 @@ from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 
 from verl_rollout_skip.config import SkipConfig, take_out_skip_keys
-from verl_rollout_skip.driver_batch import DriverBatch
 from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
-from verl_rollout_skip.fit import FollowedFit, follow_class, warn_outside_fit
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode, Reward
-from verl_rollout_skip.reward import recompute_rewards
 from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.samples import SampleLog
-from verl_rollout_skip.seams import Seam, find_seam
 from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint
-from verl_rollout_skip.weights import DeferredWeightSync
+from verl_rollout_skip.trainers.fit import FollowedFit, follow_class, warn_outside_fit
+from verl_rollout_skip.trainers.v0.compat import Seam, find_seam
+from verl_rollout_skip.trainers.v0.driver_batch import DriverBatch
+from verl_rollout_skip.trainers.v0.reward import recompute_rewards
+from verl_rollout_skip.trainers.weights import DeferredWeightSync
 
 
 def _as_v0(config: DictConfig) -> DictConfig:

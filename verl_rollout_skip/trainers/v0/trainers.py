@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-from verl_rollout_skip.dapo import DynamicSampling
-from verl_rollout_skip.mixin import RolloutSkipMixin
+from verl_rollout_skip.trainers.v0.dapo import DynamicSampling
+from verl_rollout_skip.trainers.v0.mixin import RolloutSkipMixin
 
 
 class SkipPPOTrainer(RolloutSkipMixin, RayPPOTrainer):

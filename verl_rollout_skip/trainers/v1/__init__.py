@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl_rollout_skip.v1.mixin import RolloutSkipMixin
-    from verl_rollout_skip.v1.trainers import (
+    from verl_rollout_skip.trainers.v1.mixin import RolloutSkipMixin
+    from verl_rollout_skip.trainers.v1.trainers import (
         SkipPPOTrainerColocateAsync,
         SkipPPOTrainerSeparateAsync,
         SkipPPOTrainerSync,

@@ -18,9 +18,9 @@ from verl_rollout_skip.errors import ConfigError, EntryExistsError, MismatchErro
 from verl_rollout_skip.missing import places
 from verl_rollout_skip.modes import Mode
 from verl_rollout_skip.rollout import RolloutSkip
-from verl_rollout_skip.v1.plugin import MODES
-from verl_rollout_skip.v1.sampled import PARTITION, waiting_prompts
-from verl_rollout_skip.v1.seam import SKIP, SYNC
+from verl_rollout_skip.trainers.plugin import MODES
+from verl_rollout_skip.trainers.v1.compat import SKIP, SYNC
+from verl_rollout_skip.trainers.v1.sampled import PARTITION, waiting_prompts
 
 _MODE = "trainer.v1.trainer_mode"
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"

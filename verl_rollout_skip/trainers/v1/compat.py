@@ -5,8 +5,8 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from verl_rollout_skip.errors import UnsupportedTrainerError
-from verl_rollout_skip.fit import explain_unfollowable, find_fit
-from verl_rollout_skip.v1.plugin import MODES
+from verl_rollout_skip.trainers.fit import explain_unfollowable, find_fit
+from verl_rollout_skip.trainers.plugin import MODES
 
 SYNC = "sync"
 SKIP = "skip_"
@@ -48,7 +48,7 @@ def base_mode(trainer: type) -> str:
     import verl
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-    from verl_rollout_skip.v1.mixin import RolloutSkipMixin
+    from verl_rollout_skip.trainers.v1.mixin import RolloutSkipMixin
 
     if verl.__version__ != SUPPORTED:
         raise UnsupportedTrainerError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, open_dict
 
-from verl_rollout_skip.engine import NoWeightSync, without_engine
+from verl_rollout_skip.trainers.engine import NoWeightSync, without_engine
 
 
 class NoReplicas(NoWeightSync):

@@ -20,7 +20,6 @@ from transfer_queue import KVBatchMeta
 
 from verl_rollout_skip.config import BLOCK, take_out_skip_keys
 from verl_rollout_skip.errors import InertError, RolloutSkipError, UnsupportedTrainerError
-from verl_rollout_skip.fit import FollowedFit, follow_class, warn_outside_fit
 from verl_rollout_skip.history import LEARNED_FROM
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.messages import show_messages
@@ -31,12 +30,13 @@ from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.samples import SampleLog
 from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint
 from verl_rollout_skip.store.store import LoadedEntry
-from verl_rollout_skip.v1 import asynchronous, reward, sampled
-from verl_rollout_skip.v1.dataloader import PushBack
-from verl_rollout_skip.v1.in_flight import InFlight
-from verl_rollout_skip.v1.metrics import of_step
-from verl_rollout_skip.v1.seam import SYNC, base_mode, check_bases, check_fit
-from verl_rollout_skip.weights import DeferredWeightSync
+from verl_rollout_skip.trainers.fit import FollowedFit, follow_class, warn_outside_fit
+from verl_rollout_skip.trainers.v1 import asynchronous, reward, sampled
+from verl_rollout_skip.trainers.v1.compat import SYNC, base_mode, check_bases, check_fit
+from verl_rollout_skip.trainers.v1.dataloader import PushBack
+from verl_rollout_skip.trainers.v1.in_flight import InFlight
+from verl_rollout_skip.trainers.v1.metrics import of_step
+from verl_rollout_skip.trainers.weights import DeferredWeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class RolloutSkipMixin(FollowedFit):
         with open_dict(config):
             config.trainer.v1.trainer_mode = mode
         if not self.rollout_skip.settings.starts_engine:
-            from verl_rollout_skip.v1.engine import remove_engine
+            from verl_rollout_skip.trainers.v1.engine import remove_engine
 
             remove_engine(config, self.rollout_skip.settings.loads_rewards)
         if self.rollout_skip.settings.mode is Mode.REPLAY:
@@ -313,7 +313,7 @@ class RolloutSkipMixin(FollowedFit):
             if settings.mode.reads and self._is_sync:
                 self._weight_sync = DeferredWeightSync(self.checkpoint_manager)  # type: ignore[attr-defined]
         else:
-            from verl_rollout_skip.v1.engine import NoReplicas, remove_transport
+            from verl_rollout_skip.trainers.v1.engine import NoReplicas, remove_transport
 
             remove_transport(self.config)  # type: ignore[attr-defined]
             super()._setup()  # type: ignore[misc]

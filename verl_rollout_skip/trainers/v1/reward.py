@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from verl_rollout_skip.config import BLOCK, SkipConfig
 from verl_rollout_skip.errors import ConfigError, UnsupportedBatchError
 from verl_rollout_skip.modes import Reward
-from verl_rollout_skip.v1.sampled import INDEX, SESSION, stack
+from verl_rollout_skip.trainers.v1.sampled import INDEX, SESSION, stack
 
 if TYPE_CHECKING:
     from verl import DataProto

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 
-from verl_rollout_skip.v1.mixin import RolloutSkipMixin
+from verl_rollout_skip.trainers.v1.mixin import RolloutSkipMixin
 
 
 @register_trainer("skip_sync")

@@ -1,0 +1,18 @@
+"""What touches verl: its trainers with recorded rollouts. Names are imported when first used, because verl is slow."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_rollout_skip.trainers.v0.trainers import SkipDAPOTrainer, SkipPPOTrainer
+
+__all__ = ["SkipDAPOTrainer", "SkipPPOTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module("verl")  # first: it imports modules of the user, which may want these names as well
+    return getattr(import_module(f"{__name__}.v0.trainers"), name)
