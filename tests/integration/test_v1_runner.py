@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig
 
 from tests.v1_trainings import Trainings
-from verl_rollout_skip import runner
+from verl_rollout_skip.trainers import runner
 
 COMPLETE = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
