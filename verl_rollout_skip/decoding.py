@@ -1,7 +1,7 @@
-"""From recorded tokens to text: the tokenizer that was copied beside the dumps, or another one. Its code is never run.
+"""Decodes recorded tokens with the tokenizer that was recorded, or another one. A tokenizer's own code is never run.
 
-A plain ``tokenizer.json`` is read by the library ``tokenizers``, which takes a tenth of a second; what needs more than
-that is left to ``transformers``, if it is installed.
+The package ``tokenizers`` reads a plain ``tokenizer.json`` in a tenth of a second. Other tokenizers need
+``transformers``.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _NOT_INSTALLED = "is not installed (pip install {})"
 
 @dataclass(frozen=True)
 class TextDecoder:
-    """Turns tokens into text; ``source`` says where the tokenizer came from."""
+    """Decodes tokens; ``source`` says where the tokenizer came from."""
 
     source: str
     _decode: Callable[[list[int], bool], str]
     tokenizer: Any = None
-    """The ``tokenizers.Tokenizer`` behind it, for those who want each token; None if it is written in Python."""
+    """The underlying ``tokenizers.Tokenizer``, to decode single tokens; None for a tokenizer written in Python."""
 
     def text(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._decode([int(token) for token in tokens], skip_special_tokens)
 
 
 def find_decoder(folder: str, manifest: Manifest | None, given: str | None = None) -> tuple[TextDecoder | None, str]:
-    """The decoder for the entries of a variant folder, or None and why. One that was given must work."""
+    """The decoder for the entries of a variant folder, or None and the reason. A given tokenizer must work."""
     if given is not None:
         return _given_decoder(given), ""
     problems = []
-    for place in _places(folder, manifest):
+    for candidate in _candidates(folder, manifest):
         try:
-            decoder = _open_decoder(place)
-        except Exception as error:  # whatever is wrong with one tokenizer, another one may do
-            problems.append(f"The tokenizer in {place} cannot be used: {str(error).rstrip('.')}.")
+            decoder = _open_decoder(candidate)
+        except Exception as error:  # whatever is wrong with one tokenizer, another one may work
+            problems.append(f"The tokenizer in {candidate} cannot be used: {str(error).rstrip('.')}.")
             logger.warning("%s", problems[-1])
             continue
         if decoder is not None:
@@ -60,10 +60,10 @@ def find_decoder(folder: str, manifest: Manifest | None, given: str | None = Non
 
 
 def need_decoder(folder: str, manifest: Manifest | None, given: str | None = None) -> TextDecoder:
-    """The same where nothing can be done without one: none is an error that says why."""
+    """Like ``find_decoder``, but raise if there is none."""
     decoder, why = find_decoder(folder, manifest, given)
     if decoder is None:
-        raise StoreError(f"{why} Give one with --tokenizer DIR.")
+        raise StoreError(f"{why} Choose one with --tokenizer DIR.")
     return decoder
 
 
@@ -73,11 +73,11 @@ def _given_decoder(folder: str) -> TextDecoder:
     except Exception as error:
         raise StoreError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
     if decoder is None:
-        raise StoreError(f"{folder} is no tokenizer folder: it has no {_FAST} or {_CONFIG}.")
+        raise StoreError(f"{folder} is not a tokenizer folder: it has no {_FAST} or {_CONFIG}.")
     return decoder
 
 
-def _places(folder: str, manifest: Manifest | None) -> Iterator[str]:
+def _candidates(folder: str, manifest: Manifest | None) -> Iterator[str]:
     yield join(folder, FOLDER)
     model = {} if manifest is None else manifest.config.get("actor_rollout_ref", {}).get("model", {})
     for path in (model.get("tokenizer_path"), model.get("path")) if isinstance(model, dict) else ():
@@ -99,17 +99,18 @@ def _open_decoder(folder: str) -> TextDecoder | None:
 
 
 def _plain_tokenizer(storage: Storage, names: set[str]) -> Any:
-    """The tokenizer in ``tokenizer.json``, unless the files beside it change what its tokens mean."""
+    """The tokenizer in ``tokenizer.json``; None if other files change what its tokens mean."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise StoreError(f"the package tokenizers, which reads it, {_NOT_INSTALLED.format('tokenizers')}") from error
+        raise StoreError(f"it needs the package tokenizers, which {_NOT_INSTALLED.format('tokenizers')}") from error
     tokenizer: Any = Tokenizer.from_buffer(bytes(storage.read(HERE, _FAST, _MAX_BYTES)))
     config = json.loads(storage.read(HERE, _CONFIG, _MAX_BYTES)) if _CONFIG in names else {}
     added = config.get("added_tokens_decoder") or {}
     if any(tokenizer.id_to_token(int(token)) is None for token in added):
         return None
-    # transformers 4 takes spaces out of any text then, transformers 5 not out of what byte-pair encoding wrote.
+    # With this setting transformers 4 removes spaces from any text, but transformers 5 not from that of a BPE
+    # tokenizer.
     if config.get("clean_up_tokenization_spaces"):
         is_bpe = type(tokenizer.model).__name__ == "BPE"
         return tokenizer if is_bpe and find_spec("transformers") is None else None
@@ -122,7 +123,7 @@ def _full_decoder(storage: Storage, names: set[str]) -> TextDecoder:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise StoreError(
-            f"it is more than a plain {_FAST}, and the package transformers, which reads such ones, "
+            f"it is not a plain {_FAST}, so it needs the package transformers, which "
             f"{_NOT_INSTALLED.format('transformers')}"
         ) from error
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""Recorded rollouts as text in files of others: JSONL as verl dumps its generations, Parquet, a Hugging Face dataset.
+"""Exports recorded rollouts as text: JSONL as verl dumps its generations, Parquet, or a Hugging Face dataset.
 
-Each file appears under its name only when it is complete. What is there already is kept unless it is to be replaced,
-and a folder is replaced only if it is a dataset itself.
+Each file gets its name only when it is complete. Existing files are kept unless ``overwrite`` is set, and a folder is
+replaced only if it is a dataset itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl_rollout_skip.new_files import new_file, put_folder
 from verl_rollout_skip.trajectories import Trajectory
 
 Rollouts = Iterable[tuple[RolloutKey, Iterable[Trajectory]]]
-"""Entries in the order of their keys."""
+"""Entries in key order."""
 
 _SCHEMA = pa.schema(
     [
@@ -50,10 +50,10 @@ _DATASET_FILES = ("dataset_info.json", "state.json")
 
 
 class Format(str, Enum):
-    """What a recording is exported to."""
+    """The export format."""
 
     JSONL = "jsonl"
-    """A folder with one file a step, as verl's ``trainer.rollout_data_dir`` has it."""
+    """A folder with one file per step, like verl's ``trainer.rollout_data_dir``."""
     PARQUET = "parquet"
     """One Parquet file with all steps."""
     DATASET = "dataset"
@@ -61,7 +61,7 @@ class Format(str, Enum):
 
 
 def export(rollouts: Rollouts, decoder: TextDecoder, form: Format, out: Path, overwrite: bool = False) -> list[Path]:
-    """Write the rollouts; returns the files or the folder that were made."""
+    """Write the rollouts; return the created files or folder."""
     if form is Format.JSONL:
         return _export_jsonl(rollouts, decoder, out, overwrite)
     if form is Format.PARQUET:
@@ -86,7 +86,7 @@ def _export_jsonl(rollouts: Rollouts, decoder: TextDecoder, out: Path, overwrite
 
 
 def _generation(key: RolloutKey, trajectory: Trajectory, decoder: TextDecoder) -> dict[str, Any]:
-    """One line as verl's ``_dump_generations`` writes it; a second generate call of a step says so in addition."""
+    """One line as verl's ``_dump_generations`` writes it, plus ``gen_batch`` from the second generation batch on."""
     fields = {
         "input": _text(decoder, trajectory.prompt),
         "output": _text(decoder, trajectory.response),
@@ -99,7 +99,7 @@ def _generation(key: RolloutKey, trajectory: Trajectory, decoder: TextDecoder) -
 
 
 def _write_parquet(rollouts: Rollouts, decoder: TextDecoder, file: Path) -> None:
-    # pyarrow itself would ask for the position in the file, which a named pipe does not have.
+    # pyarrow itself would query the file position, which a named pipe does not have.
     with open(file, "wb") as sink, pq.ParquetWriter(sink, _SCHEMA, compression="zstd") as writer:
         for key, trajectories in rollouts:
             rows = [_row(key, trajectory, decoder) for trajectory in trajectories]
@@ -122,7 +122,7 @@ def _row(key: RolloutKey, trajectory: Trajectory, decoder: TextDecoder) -> dict[
         "prompt_tokens": trajectory.prompt,
         "response_tokens": trajectory.response,
     }
-    # Half a surrogate pair has no UTF-8. The question mark is what JSONL has for it too.
+    # Half a surrogate pair has no UTF-8 encoding. It becomes a question mark, as in JSONL.
     return {
         name: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
         for name, value in fields.items()
@@ -142,8 +142,8 @@ def _export_dataset(rollouts: Rollouts, decoder: TextDecoder, out: Path, overwri
     out = Path(os.path.realpath(out))
     if out.exists() and not _is_replaceable(out):
         raise StoreError(
-            f"{out} was kept: it is no Hugging Face dataset, which would have {' and '.join(_DATASET_FILES)}, and only "
-            "such a folder is replaced. Give another place, or remove it yourself."
+            f"{out} was kept: only a Hugging Face dataset is replaced, and this folder has no "
+            f"{' and '.join(_DATASET_FILES)}. Choose another path, or remove the folder yourself."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
@@ -173,7 +173,7 @@ def _new_file(path: Path, overwrite: bool) -> Iterator[Path]:
 
 def _refuse_taken(path: Path, overwrite: bool) -> None:
     if path.exists() and not overwrite:
-        raise StoreError(f"{path} is there already and was kept. Give another place, or --overwrite to replace it.")
+        raise StoreError(f"{path} already exists and was kept. Choose another path, or replace it with --overwrite.")
 
 
 def _text(decoder: TextDecoder, tokens: list[int] | None) -> str | None:
@@ -185,7 +185,7 @@ def _json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Values of numpy become those of Python; NaN and infinities become null, because JSON has no word for them."""
+    """Convert numpy values to Python; NaN and infinities become null, because JSON cannot represent them."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, float):

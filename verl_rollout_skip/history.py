@@ -1,8 +1,8 @@
-"""Which rollouts a training has learned from, as one digest: what tells a hit that continues it from one that does not.
+"""The lineage of a training: one digest of all rollouts it has learned from, which tells whether a hit is on-policy.
 
-A rollout is generated with the weights that the rollouts before it have led to. An entry therefore says which those
-were. If a training has learned from others (a step was generated again, or is loaded a second time), the tokens are
-still those of the entry's prompts, but another policy wrote them, and the user is told.
+A rollout is generated with weights that depend on all rollouts before it, so each entry records their digest. If the
+training has learned from other rollouts (a step was generated again or loaded twice), the recorded tokens still belong
+to the entry's prompts, but another policy generated them. The hit then counts as off-policy and is reported.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from verl_rollout_skip.key import RolloutKey
 logger = logging.getLogger(__name__)
 
 IDENTITY, HISTORY = "identity", "history"
-"""What an entry's info calls them."""
+"""Their keys in an entry's info."""
 
 UNKNOWN = "unknown"
-"""The identity of a rollout that could not be read, and the history of every training that has learned from one. It is
-equal to none, not even to itself."""
+"""The identity of a rollout that could not be read, and the lineage of every training that learned from it. It equals
+no other identity, not even itself."""
 
 _START = "start"
-# What a rollout gives a training to learn from; everything else follows from these and from the prompts.
+# The columns that a training learns from; everything else follows from these and the prompts.
 LEARNED_FROM = ("responses", "rm_scores")
 
 
 def identity_of(batch: Any) -> str:
-    """The same for the same responses and rewards, in the same order. A batch, or its columns by name."""
+    """A digest of the responses and rewards of a batch, in order. Takes a batch or a mapping of its columns."""
     tensors = getattr(batch, "batch", batch)
     digest = xxhash.xxh3_128()
     for name in LEARNED_FROM if tensors is not None else ():
@@ -48,17 +48,17 @@ def identity_of(batch: Any) -> str:
 
 
 def proof_of(identity: str) -> Callable[[Mapping[str, Any]], str | None]:
-    """Tells of the columns of a batch that had this identity whether they still have it, and names them if not."""
+    """A check that a batch's columns still have this identity: None if so, otherwise the names of the columns."""
     return lambda columns: None if identity_of(columns) == identity else " or ".join(LEARNED_FROM)
 
 
 def identity_or_unknown(key: RolloutKey, batch: Any, failure: RolloutSkipError | None) -> str:
-    """The identity of a rollout; if it could not be read, so that there is no batch, the log says what that means."""
+    """The identity of a rollout. If it could not be read and there is no batch, log the consequences."""
     if batch is not None:
         return identity_of(batch)
     logger.warning(
-        "what was generated for %s is not known, so neither is what later steps have learned from: rollouts that are "
-        "loaded in them, or recorded and loaded by others, count as off-policy. %s",
+        "the rollout of %s could not be read, so it is unknown what later steps learn from: rollouts that they load, "
+        "or that they record and other trainings load, count as off-policy. %s",
         key,
         failure,
     )
@@ -66,9 +66,9 @@ def identity_or_unknown(key: RolloutKey, batch: Any, failure: RolloutSkipError |
 
 
 def _parts(column: Any) -> list[Any]:
-    """The tensors that a column consists of."""
+    """The tensors that make up a column."""
     if isinstance(column, NonTensorStack | np.ndarray):
-        # On V1 agent loops may reward some rows and leave the others to a reward model.
+        # In V1, agent loops may score some rows and leave the others to a reward model.
         cells = column.tolist()
         rows = [row for row, cell in enumerate(cells) if cell is not None]
         return [torch.tensor(rows), *(cells[row] for row in rows)]
@@ -76,7 +76,7 @@ def _parts(column: Any) -> list[Any]:
 
 
 class History:
-    """Follows a training step by step. Within a step the weights stay the same, so only earlier steps count."""
+    """Tracks the lineage of a training. Weights do not change within a step, so only earlier steps count."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -88,13 +88,13 @@ class History:
         return self._step is None
 
     def before(self, step: int) -> str | None:
-        """Everything before a step; None if it is not known, as in a training that resumed from a checkpoint."""
+        """The lineage before a step; None if unknown, as after resuming from a checkpoint."""
         if self._step is None:
             return _START if step == 1 else None
         return self._before if step == self._step else extend(self._before, self._identities)
 
     def add(self, key: RolloutKey, identity: str | None, before: str | None = None) -> None:
-        """The training learns from a rollout now. ``before`` is taken where the history is not known."""
+        """Add a rollout that the training now learns from. ``before`` is used if the lineage is unknown."""
         if key.step != self._step:
             self._before = self.before(key.step) or before
             self._step, self._identities = key.step, []
@@ -102,7 +102,7 @@ class History:
 
 
 def extend(before: str | None, identities: list[str | None]) -> str | None:
-    """The history after a step of these rollouts; None if anything of it is not known."""
+    """The lineage after a step with these rollouts; None if any part is unknown."""
     if UNKNOWN in (before, *identities):
         return UNKNOWN
     if before is None or None in identities:

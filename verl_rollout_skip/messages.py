@@ -1,4 +1,4 @@
-"""Makes what this package has to say visible in a training, and recognisable among what others say there."""
+"""Shows this package's log messages in a training, with a prefix that tells them apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PACKAGE = "verl_rollout_skip"
 
 
 def show_messages() -> None:
-    """Show messages from INFO on with the package's name before them, unless the user has arranged it already."""
+    """Show messages of level INFO and above with a prefix, unless the user has configured the logger."""
     logger = logging.getLogger(PACKAGE)
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
@@ -16,4 +16,4 @@ def show_messages() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[rollout_skip] %(levelname)s: %(message)s"))
         logger.addHandler(handler)
-        logger.propagate = False  # what verl has set up for the root logger would show it again, without a name
+        logger.propagate = False  # verl's root handler would show each message again, without the prefix

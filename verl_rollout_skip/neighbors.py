@@ -1,8 +1,8 @@
-"""What lies beside the folder in which a training looks for rollouts, for a training that finds none that fit.
+"""Finds recordings near the folder that a training reads, for a training without matching rollouts.
 
-A run folder is named by experiment, project and batch sizes, and dump_dir is typed by hand, so what is wanted often
-lies right next to it. Only a bounded number of folders is read, those with the most similar names first, and of each
-only the manifests.
+A run folder is named after experiment, project and batch sizes, and dump_dir is typed by hand, so the wanted recording
+is often right next to it. Only manifests are read, in a bounded number of folders, those with the most similar names
+first.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from verl_rollout_skip.store.storage.locations import join, open_storage
 
 logger = logging.getLogger(__name__)
 
-_LOOKED_INTO = 100
+_SEARCHED = 100
 _COMPARED = 20
 _SAME = 3
 _SUBFOLDERS = 20
 _LEVELS = 3
 _NEAR = 0.75
 _SECONDS = 5.0
-"""How long a training may wait for this, which is only for information: a bucket may be far away."""
+"""How long a training may wait for this information: a bucket may be slow."""
 
 Compare = Callable[[Manifest], list[str]]
-"""How the settings of a manifest differ from today's, one line for each."""
+"""How the settings of a manifest differ from the current ones, one line per setting."""
 
 
 @dataclass(frozen=True)
 class Neighbors:
-    """Variants of other runs: the ``same`` as today's, and ``others`` with what differs, by the path of the manifest.
+    """Variants of other runs: those with the ``same`` settings, and ``others`` with what differs, by manifest path.
 
-    ``notes`` say where else rollouts are, or why that is not known.
+    ``notes`` say where else rollouts are, or why that is unknown.
     """
 
     same: list[Manifest] = field(default_factory=list)
@@ -49,12 +49,12 @@ class Neighbors:
     notes: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
-        """How to use what fits, and the notes; empty if there is neither."""
+        """How to use the matching variants, and the notes; empty if there are none."""
         return "\n".join([*map(_how_to_use, self.same), *self.notes])
 
 
 def find_neighbors(dump_dir: str, run: str, config_hash: str, compare: Compare) -> Neighbors:
-    """Look into the other runs of ``dump_dir``; if there is none, for a folder that may have been meant instead."""
+    """Search the other runs in ``dump_dir``; without any runs, search for a folder that may have been meant instead."""
     try:
         runs = [folder for folder in open_storage(dump_dir).folders() if is_run_name(folder)]
         if not runs:
@@ -62,27 +62,27 @@ def find_neighbors(dump_dir: str, run: str, config_hash: str, compare: Compare) 
         runs = sorted({*runs} - {run}, key=lambda other: (_similarity(other, run), other), reverse=True)
         folders = [join(dump_dir, other) for other in runs]
         deadline = time.monotonic() + _SECONDS
-        same = list(_same(_until(deadline, folders[:_LOOKED_INTO]), config_hash, compare))
+        same = list(_same(_until(deadline, folders[:_SEARCHED]), config_hash, compare))
         return Neighbors(same) if same else _compared(_until(deadline + _SECONDS, folders[:_COMPARED]), compare)
-    except Exception as error:  # libraries for object stores raise errors of their own; this is only for information
-        return Neighbors(notes=[f"What else is recorded near {dump_dir} is not known: {error}"])
+    except Exception as error:  # object store libraries raise all kinds of errors, and this is only information
+        return Neighbors(notes=[f"The search for other recordings near {dump_dir} failed: {error}"])
 
 
 def check_level(dump_dir: str) -> None:
-    """Raise if ``dump_dir`` is not a folder for runs, but a run, or something in one."""
+    """Raise if ``dump_dir`` is a run folder, or inside one, instead of a folder for runs."""
     path = dump_dir.rstrip("/")
     for _ in range(_LEVELS):
         folder, _, name = path.rpartition("/")
         if is_run_name(name) and list_variants(path):
             raise ConfigError(
                 f"{BLOCK}.dump_dir is {dump_dir}, which {'is' if path == dump_dir else 'is inside'} the run folder "
-                f"{name}. Give the folder that the run folders are in: {argument(f'{BLOCK}.dump_dir', folder)}"
+                f"{name}. Set it to the folder that contains the run folders: {argument(f'{BLOCK}.dump_dir', folder)}"
             )
         path = folder
     if open_storage(dump_dir).info(HERE, NAME) is not None:
         raise ConfigError(
-            f"{BLOCK}.dump_dir is {dump_dir}, which is a variant folder: it has a {NAME}. Give a folder for runs; to "
-            f"read this variant, set {argument(f'{BLOCK}.source', dump_dir)}"
+            f"{BLOCK}.dump_dir is {dump_dir}, which is a variant folder: it has a {NAME}. Set it to a folder for runs; "
+            f"to read this variant, set {argument(f'{BLOCK}.source', dump_dir)}"
         )
 
 
@@ -91,7 +91,7 @@ def _until(deadline: float, folders: Iterable[str]) -> Iterator[str]:
 
 
 def _same(folders: Iterable[str], config_hash: str, compare: Compare) -> Iterator[Manifest]:
-    """A variant with today's settings has today's name, so one file of a run is enough to know."""
+    """A variant with the current settings has the current name, so one file per run is enough to tell."""
     found = 0
     for folder in folders:
         try:
@@ -116,29 +116,28 @@ def _compared(folders: Iterable[str], compare: Compare) -> Neighbors:
 
 
 def _readable_variants(folder: str) -> list[Manifest]:
-    """The variants of a run that may be somebody else's."""
+    """The variants of a run, which may belong to another user."""
     try:
         return list(list_variants(folder).values())
     except (RolloutSkipError, PermissionError) as error:
-        logger.warning("left out: %s", error)
+        logger.warning("ignored: %s", error)
         return []
 
 
 def _other_folders(dump_dir: str) -> Iterator[str]:
-    """Folders with runs, in ``dump_dir`` or with almost its name."""
+    """Folders with runs, inside ``dump_dir`` or with a similar name."""
     below = (join(dump_dir, name) for name in sorted(open_storage(dump_dir).folders())[:_SUBFOLDERS])
     deadline = time.monotonic() + _SECONDS
-    for where, folders in (("in it", below), ("beside it", _near_names(dump_dir))):
+    for where, folders in (("inside it", below), ("next to it", _near_names(dump_dir))):
         for folder in _until(deadline, folders):
             if any(map(is_run_name, _readable_folders(folder))):
                 yield (
-                    f"{dump_dir} holds no runs, but {where} {folder} holds runs: "
-                    f"{argument(f'{BLOCK}.dump_dir', folder)}"
+                    f"{dump_dir} contains no runs, but {where} {folder} does: {argument(f'{BLOCK}.dump_dir', folder)}"
                 )
 
 
 def _near_names(path: str) -> Iterator[str]:
-    """The path with one of its names replaced by a similar one that exists."""
+    """Variations of the path with one name replaced by a similar one that exists."""
     head, below = path.rstrip("/"), list[str]()
     for _ in range(_LEVELS):
         head, slash, name = head.rpartition("/")
@@ -153,7 +152,7 @@ def _near_names(path: str) -> Iterator[str]:
 
 
 def _readable_folders(path: str) -> Iterator[str]:
-    """The folders in a folder that is none of ours, and may be somebody else's."""
+    """The subfolders of a folder that may belong to another user."""
     with contextlib.suppress(PermissionError):
         yield from open_storage(path).folders()
 
@@ -169,4 +168,4 @@ def _how_to_use(manifest: Manifest) -> str:
         trainer = manifest.config.get("trainer") or {}
         names = (f"trainer.{key}={trainer.get(key)}" for key in ("experiment_name", "project_name"))
         advice += f", or {shlex.join(names)},"
-    return f"{folder} holds rollouts made with today's settings. {advice} to use them."
+    return f"{folder} contains rollouts with the current settings. {advice} to use them."

@@ -1,4 +1,4 @@
-"""What came of a rollout step, and of all of them so far."""
+"""The outcome of a rollout step, and statistics over all steps so far."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LOAD_S, SAVED_S = "rollout_skip/load_s", "rollout_skip/saved_s"
 
 @dataclass(frozen=True)
 class Rollout:
-    """The outcome of one rollout step: the batch to train on and the input that belongs to it.
+    """The outcome of one rollout step: the batch to train on and its input.
 
-    ``inputs`` is the current input, or the recorded one where the recorded batch replaces the current one.
-    ``metrics`` are for the step's log.
+    ``inputs`` is the current input, or the recorded one if the recorded batch replaces the current one. ``metrics`` go
+    into the step's log.
     """
 
     batch: Any
@@ -26,8 +26,8 @@ class Rollout:
 
 @dataclass
 class Statistics:
-    """What happened so far. ``not_dumped`` were generated although another rollout has their key, ``left_out`` because
-    the settings do not select their step."""
+    """Counts of what happened so far. ``not_dumped`` were generated but not dumped, because another rollout has their
+    key; ``left_out`` were generated because the settings do not select their step."""
 
     hits: int = 0
     misses: int = 0
@@ -46,7 +46,7 @@ class Statistics:
         return bool(self.hits or self.misses or self.left_out or self.dump_failures)
 
     def count_wait(self, rollout: Rollout, seconds: float) -> dict[str, float]:
-        """A hit made the training wait for so many seconds in all; returns the metrics with them."""
+        """Count how long the training waited for a hit in total; return the updated metrics."""
         loaded, saved = rollout.metrics[LOAD_S], rollout.metrics[SAVED_S]
         metrics = {**rollout.metrics, LOAD_S: seconds, SAVED_S: max(saved + loaded - seconds, 0.0)}
         self.load_s += seconds - loaded
@@ -61,7 +61,7 @@ class Statistics:
             f"({format_size(stored_bytes)}), {self.dump_failures} dumps failed"
         ]
         if self.left_out:
-            parts.append(f"{self.left_out} left out by rollout_skip.steps")
+            parts.append(f"{self.left_out} not selected by rollout_skip.steps")
         if self.not_dumped:
             parts.append(f"{self.not_dumped} not dumped: another rollout has their key (mode refresh replaces it)")
         if self.off_policy:

@@ -1,8 +1,8 @@
-"""Pins: steps, or a whole variant, that ``prune`` leaves alone.
+"""Pins protect steps, or a whole variant, from ``prune``.
 
-Each pin is a small JSON file of its own under ``pins/`` in the variant folder. That it is there decides; its content is
-for people. So any number of processes can pin and unpin at once, a crash leaves a pin or none, a damaged file still
-protects, and readers that know nothing of pins never look there.
+Each pin is a small JSON file under ``pins/`` in the variant folder. Its existence is what counts; its content is for
+people. So any number of processes can pin and unpin at once, a crash leaves a whole pin or none, a damaged pin still
+protects, and readers that do not know about pins ignore them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Pin:
-    """What stays: a step with all its generation batches, or the whole variant if ``step`` is None."""
+    """A pinned step with all its generation batches, or a pinned variant if ``step`` is None."""
 
     step: int | None
     note: str | None = None
@@ -58,15 +58,15 @@ def add_pin(storage: Storage, step: int | None, note: str | None = None) -> Pin:
 
 
 def remove_pin(storage: Storage, step: int | None) -> bool:
-    """Take a pin away; returns whether there was one."""
+    """Remove a pin; return whether there was one."""
     name = Pin(step).name
-    there = storage.info(FOLDER, name) is not None
+    existed = storage.info(FOLDER, name) is not None
     storage.delete(FOLDER, name)
-    return there
+    return existed
 
 
 def is_pinned(storage: Storage, step: int) -> bool:
-    """Whether a step is pinned now, by itself or with its variant."""
+    """Whether a step is pinned, by itself or with its variant."""
     return any(storage.info(FOLDER, Pin(which).name) is not None for which in (None, step))
 
 

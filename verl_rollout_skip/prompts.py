@@ -1,7 +1,7 @@
-"""Whether a recorded rollout belongs to the current input of a rollout step, and if not, what differs.
+"""Compares the current input of a rollout step with a recorded one, and says what differs.
 
-The uids are never compared: they are made anew in each run. They only group the rows, so a recorded batch gets the
-current ones.
+The uids are never compared, because verl draws new ones in each run. They only group the rows, so a recorded batch gets
+the current ones.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from verl_rollout_skip.store.store import LoadedEntry
 
 UID = "uid"
 SAMPLING = "sampling"
-"""Where the settings of a rollout step are in the ``info`` of an entry's record."""
+"""The key of a rollout step's sampling settings in the ``info`` of an entry's record."""
 
-_SHOWN_LETTERS = 300
+_SHOWN_CHARS = 300
 _SHOWN_KEYS = 4
-# What meta_info says about the run rather than about how to sample. Anything else counts: REMAX, for example, asks for
-# its greedy baseline with do_sample=False.
+# Keys of meta_info that do not affect sampling. Anything else counts: REMAX, for example, requests its greedy baseline
+# with do_sample=False.
 _NOT_SAMPLING = {"global_steps", "validate", "timing"}
 
 
 class OtherInput(Exception):
-    """The current input of a rollout step is not the one of an entry; says how it differs."""
+    """The current input of a rollout step differs from that of an entry; says how."""
 
 
 def meta_of(inputs: Any) -> dict[str, Any]:
-    """What belongs to an input as a whole: ``meta_info`` of a DataProto, the single values of a TensorDict."""
+    """The values that apply to a whole input: ``meta_info`` of a DataProto, non-batched values of a TensorDict."""
     if isinstance(inputs, TensorDict | codec.Part):
         meta = inputs.batch.meta if isinstance(inputs, codec.Part) else flatten(inputs).meta
         return {".".join(key) if isinstance(key, tuple) else key: value for key, value in meta.items()}
@@ -42,12 +42,12 @@ def meta_of(inputs: Any) -> dict[str, Any]:
 
 
 def sampling_of(inputs: Any) -> dict[str, str]:
-    """How an input asks to be sampled, in words that can be stored and compared."""
+    """The sampling settings of an input as strings that can be stored and compared."""
     return {str(key): repr(value) for key, value in sorted(meta_of(inputs).items()) if key not in _NOT_SAMPLING}
 
 
 def shallow_copy(inputs: Any) -> Any:
-    """An input with containers of its own: generating may add and remove columns."""
+    """A copy of an input with its own containers, because generating may add and remove columns."""
     if isinstance(inputs, TensorDict):
         return inputs.clone(recurse=False)
     kept = copy.copy(inputs)
@@ -60,7 +60,7 @@ def shallow_copy(inputs: Any) -> Any:
 def why_not_same(entry: LoadedEntry, inputs: Any) -> str | None:
     """How the current input of a rollout step differs from the recorded one, row by row; None if it does not.
 
-    Everything that was put into the step counts: prompts, answers, data source …, and how they were to be sampled.
+    The whole input counts: prompts, answers, data source … and the sampling settings.
     """
     if entry.input_kind not in (None, _kind(inputs)):
         return _other_trainer(entry)
@@ -70,39 +70,39 @@ def why_not_same(entry: LoadedEntry, inputs: Any) -> str | None:
         return f"the {which} rollout step has no prompts to compare."
     if len(recorded) != len(current):
         return (
-            f"{len(recorded)} rows are recorded and the current batch has {len(current)}: data.train_batch_size, "
-            "data.gen_batch_size or actor_rollout_ref.rollout.n is another one."
+            f"{len(recorded)} rows are recorded, but the current batch has {len(current)}: data.train_batch_size, "
+            "data.gen_batch_size or actor_rollout_ref.rollout.n has changed."
         )
     if recorded == current:
         return _sampling_difference(entry, inputs)
     rows = [row for row, (old, new) in enumerate(zip(recorded, current, strict=True)) if old != new]
     text = f"{len(rows)} of {len(current)} rows differ"
     if Counter(recorded) == Counter(current):
-        text += "; they are the same prompts in another order (another data.seed, sampler or shuffle?)"
+        text += "; they are the same prompts in a different order (did data.seed, the sampler or data.shuffle change?)"
     return f"{text}. The first is row {rows[0]}:\n{row_difference(entry, rows[0], inputs, rows[0])}"
 
 
 def why_no_replacement(entry: LoadedEntry, recorded: Any, inputs: Any) -> str | None:
-    """Why the recorded input cannot take the place of the current one whole; None if it can."""
+    """Why the recorded input cannot replace the current one; None if it can."""
     if recorded is None:
         return "it was recorded without its input."
     if entry.input_kind is not _kind(inputs):
         return _other_trainer(entry)
     if len(recorded) != len(inputs):
         return (
-            f"{len(recorded)} rows are recorded and the current batch has {len(inputs)}. Use data.train_batch_size, "
-            "data.gen_batch_size and actor_rollout_ref.rollout.n of the recording."
+            f"{len(recorded)} rows are recorded, but the current batch has {len(inputs)}. Use the recording's "
+            "data.train_batch_size, data.gen_batch_size and actor_rollout_ref.rollout.n."
         )
     missing = sorted(set(_keys(inputs)) - set(_keys(recorded)) - {UID})
     if missing:
         return f"the current batch has columns that are not recorded: {', '.join(missing)}."
     if _groups(recorded) not in (None, _groups(inputs)):
-        return "its rows belong to prompts in another way (another rollout.n?), so today's uids do not fit it."
+        return "its rows are grouped into prompts differently (did rollout.n change?), so the current uids do not fit."
     return _sampling_difference(entry, inputs)
 
 
 def adopt_uids(batch: Any, inputs: Any, add: bool = False) -> None:
-    """Put the current uids into a recorded batch that has uids, or into any if ``add``."""
+    """Put the current uids into a recorded batch if it has uids, or in any case if ``add``."""
     current = _uids(inputs)
     if current is None or not (add or _uids(batch) is not None):
         return
@@ -120,8 +120,8 @@ def _other_trainer(entry: LoadedEntry) -> str:
     which = {BatchKind.DATAPROTO: ("V0", "V1"), BatchKind.TENSORDICT: ("V1", "V0")}
     recorded, current = which[entry.input_kind or BatchKind.DATAPROTO]
     return (
-        f"it was recorded by one of verl's {recorded} trainers, whose rollouts have another shape than those of the "
-        f"{current} trainers. Set trainer.use_v1={recorded == 'V1'}, or record anew."
+        f"it was recorded by one of verl's {recorded} trainers, whose rollouts have a different format than those of "
+        f"the {current} trainers. Set trainer.use_v1={recorded == 'V1'}, or record again."
     )
 
 
@@ -130,7 +130,7 @@ def _uids(batch: Any) -> Any:
 
 
 def _groups(batch: Any) -> list[int] | None:
-    """For each row the first row with its uid; None without uids."""
+    """For each row, the first row with the same uid; None without uids."""
     uids = _uids(batch)
     if uids is None:
         return None
@@ -149,23 +149,23 @@ def _sampling_difference(entry: LoadedEntry, inputs: Any) -> str | None:
         recorded = sampling_of(entry.inputs())
     current = sampling_of(inputs)
     lines = [
-        f"  meta_info[{key!r}]: recorded {recorded.get(key, 'not there')}, current {current.get(key, 'not there')}"
+        f"  meta_info[{key!r}]: recorded {recorded.get(key, 'missing')}, current {current.get(key, 'missing')}"
         for key in sorted({*recorded, *current})
         if recorded.get(key) != current.get(key)
     ]
-    return "the prompts are the same, but are to be sampled otherwise:\n" + "\n".join(lines) if lines else None
+    return "the prompts are the same, but the sampling settings differ:\n" + "\n".join(lines) if lines else None
 
 
 def row_difference(entry: LoadedEntry, recorded_row: int, inputs: Any, current_row: int) -> str:
-    """How a row of the current input differs from one of the recorded input, in words."""
+    """How a row of the current input differs from a row of the recorded input, as text."""
     recorded, current = _row(flatten(entry.inputs()), recorded_row), _row(flatten(inputs), current_row)
     lines = []
     for key in sorted({*recorded, *current} - {UID}, key=lambda key: (key != "raw_prompt", key)):
-        old, new = recorded.get(key, "not there"), current.get(key, "not there")
+        old, new = recorded.get(key, "missing"), current.get(key, "missing")
         if old != new:
             old, new = _around_difference(old, new)
             lines.append(f"  {key}: recorded {old}\n  {' ' * len(key)}  current  {new}")
-    return "\n".join(lines[:_SHOWN_KEYS]) or "  (in something that cannot be shown as text)"
+    return "\n".join(lines[:_SHOWN_KEYS]) or "  (in a value that cannot be shown as text)"
 
 
 def _row(batch: Batch, row: int) -> dict[str, str]:
@@ -183,12 +183,12 @@ def _describe(value: Any) -> Any:
 
 
 def _around_difference(old: str, new: str) -> tuple[str, str]:
-    """Both texts, cut to what can be shown, with the place where they part in it."""
-    place = next((at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), 0)
-    start = max(place - _SHOWN_LETTERS // 2, 0) if place >= _SHOWN_LETTERS else 0
+    """Both texts, cut to a length that can be shown, around the first difference."""
+    first = next((index for index, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), 0)
+    start = max(first - _SHOWN_CHARS // 2, 0) if first >= _SHOWN_CHARS else 0
 
     def cut(text: str) -> str:
-        end = start + _SHOWN_LETTERS
+        end = start + _SHOWN_CHARS
         return f"{'…' if start else ''}{text[start:end]}{'…' if len(text) > end else ''}"
 
     return cut(old), cut(new)

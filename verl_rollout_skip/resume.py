@@ -1,8 +1,8 @@
-"""Goes on with a training from its manifest: the recorded configuration, with some settings given anew.
+"""Continues a training from its manifest: the recorded configuration, with some settings changed.
 
-Recorded steps are loaded, the following ones are generated and recorded into the same run; asynchronous trainings go
-on from their last checkpoint. The folder may have been moved or copied: what counts is where the manifest is now, and
-the content of model and data, not their paths.
+Recorded steps are loaded; later steps are generated and recorded into the same run. Asynchronous trainings continue
+from their last checkpoint. The folder may have been moved or copied: the manifest's current location counts, and the
+content of model and data, not their paths.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from verl_rollout_skip.manifest import Manifest
 from verl_rollout_skip.secrets import masked_keys
 from verl_rollout_skip.steps import find_checkpoint
 
-# Of the settings of this package those that go on; the others say where and how the recorded training was started.
+# The settings of this package that carry over; the others say where and how the recorded training was started.
 _KEPT = ("steps", "max_dump_steps", "prompts", "background", "on_dump_error", "max_disk")
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What is to be run. ``remapped`` are settings that followed another one, because they had the same value."""
+    """The training to run. ``remapped`` are settings that changed along with another one with the same value."""
 
     manifest: Manifest
     config: DictConfig
@@ -40,7 +40,7 @@ class Resumption:
 
 
 def plan_resumption(path: str, overrides: Sequence[str]) -> Resumption:
-    """The configuration with which a training goes on; raises if something must be given that is not."""
+    """Build the configuration that continues a training; raise if a required setting is missing."""
     manifest = Manifest.load(path)
     config = OmegaConf.create(copy.deepcopy(manifest.config))
     take_out_skip_keys(config)
@@ -50,22 +50,22 @@ def plan_resumption(path: str, overrides: Sequence[str]) -> Resumption:
     _check_whole(manifest, given)
     recorded = {key: value for key, value in (manifest.config.get(BLOCK) or {}).items() if key in _KEPT}
     with open_dict(config):
-        config[BLOCK] = {**_way_on(manifest, config), **recorded, **(config.get(BLOCK) or {})}
+        config[BLOCK] = {**_resume_settings(manifest, config), **recorded, **(config.get(BLOCK) or {})}
     return Resumption(manifest, config, remapped)
 
 
 def check_environment() -> None:
-    """Raise where no training can run, such as on a laptop where recordings are only looked at."""
+    """Raise if no training can run here, such as on a laptop that is only used to look at recordings."""
     missing = [name for name in ("verl", "ray") if find_spec(name) is None]
     if missing:
         raise UnsupportedTrainerError(
-            f"Resuming a training needs {' and '.join(missing)}, not installed here ({sys.executable}). Run it in the "
-            "environment that the training ran in. All other commands work without."
+            f"Resuming a training needs {' and '.join(missing)}, not installed here ({sys.executable}). Run this "
+            "command in the environment of the training. All other commands work without it."
         )
 
 
 def run_resumption(resumption: Resumption) -> None:
-    """Train, in this process and the Ray workers that it starts."""
+    """Run the training in this process and the Ray workers that it starts."""
     from verl_rollout_skip.trainers.runner import SkipTaskRunner, train
 
     uses_v1 = resumption.config.trainer.get("use_v1", False)
@@ -77,23 +77,23 @@ def run_resumption(resumption: Resumption) -> None:
 
 
 def own_trainer(manifest: Manifest) -> type | None:
-    """The user's own class that recorded a manifest, whose code is compared; None if it was not one."""
+    """The user's own trainer class that recorded a manifest, whose code is compared; None for any other class."""
     return _trainer_class(manifest) if TRAINER in manifest.training else None
 
 
-def _way_on(manifest: Manifest, config: DictConfig) -> dict[str, str]:
-    """Load what is recorded and record the rest. An asynchronous training cannot do that, because its steps are not
-    independent: it goes on from a checkpoint, and records what comes after it anew."""
+def _resume_settings(manifest: Manifest, config: DictConfig) -> dict[str, str]:
+    """Load the recorded steps and record the rest. The steps of an asynchronous training are not independent, so it
+    continues from a checkpoint and records every later step again."""
     given = OmegaConf.select(config, f"{BLOCK}.mode")
     if not _is_asynchronous(config) or given not in (None, "refresh"):
         return {"mode": "cache", "source": manifest.path}
     if given is None and find_checkpoint(config.trainer) is None:
         raise ConfigError(
-            f"{manifest.path} was recorded by an asynchronous training, which goes on from a checkpoint only, and "
+            f"{manifest.path} was recorded by an asynchronous training, which can only continue from a checkpoint, and "
             f"there is none: trainer.resume_mode is {config.trainer.get('resume_mode', 'disable')!r}, "
-            f"trainer.default_local_dir {config.trainer.get('default_local_dir')!r}. Give "
-            f"trainer.resume_mode=resume_path and trainer.resume_from_path=…; or {BLOCK}.mode=replay to train on what "
-            f"is recorded, or {BLOCK}.mode=refresh to record everything anew."
+            f"trainer.default_local_dir is {config.trainer.get('default_local_dir')!r}. Set "
+            f"trainer.resume_mode=resume_path and trainer.resume_from_path=…, or {BLOCK}.mode=replay to train on the "
+            f"recorded rollouts, or {BLOCK}.mode=refresh to record everything again."
         )
     dump_dir = OmegaConf.select(config, f"{BLOCK}.dump_dir") or dump_dir_of(manifest.path)
     return {"mode": "refresh", "source": manifest.path, "dump_dir": dump_dir}
@@ -107,12 +107,14 @@ def _is_asynchronous(config: DictConfig) -> bool:
 
 def _trainer_class(manifest: Manifest) -> type:
     name = manifest.trainer
-    advice = f"Start the training by its own entry point with {argument(f'{BLOCK}.source', manifest.path)}"
+    advice = f"Start the training from its own entry point with {argument(f'{BLOCK}.source', manifest.path)}"
     if name is None:
         raise UnsupportedTrainerError(f"{manifest.path} does not say which trainer recorded it. {advice}")
     module, _, kind = name.rpartition(".")
     if module == "__main__" or "<locals>" in name:
-        raise UnsupportedTrainerError(f"The trainer {name} stands in a script, where it cannot be found. {advice}")
+        raise UnsupportedTrainerError(
+            f"The trainer {name} is defined in a script, so it cannot be imported here. {advice}"
+        )
     try:
         found = getattr(import_module(module), kind)
     except (ImportError, AttributeError) as error:
@@ -122,21 +124,21 @@ def _trainer_class(manifest: Manifest) -> type:
 
 
 def _parse(overrides: Sequence[str]) -> dict[str, Any]:
-    """``key=value``, as on verl's command line; a plus sign before the key is allowed and means nothing here."""
+    """Parse ``key=value`` as on verl's command line; a leading plus sign is allowed and ignored."""
     given = {}
     for text in overrides:
         key, sign, value = text.lstrip("+").partition("=")
         if not sign or not key.strip():
-            raise ConfigError(f"{text!r} is no setting; give key=value, e.g. trainer.total_training_steps=20.")
+            raise ConfigError(f"{text!r} is not a setting; use key=value, e.g. trainer.total_training_steps=20.")
         try:
             given[key.strip()] = OmegaConf.from_dotlist([f"value={value}"])["value"]
         except (OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(f"{text!r} cannot be read: {error}") from error
+            raise ConfigError(f"{text!r} cannot be parsed: {error}") from error
     return given
 
 
 def _apply(config: DictConfig, given: Mapping[str, Any]) -> dict[str, str]:
-    """Put settings into a configuration. Other settings that had the same path follow, unless they are given too."""
+    """Override settings in a configuration. Other settings with the same old path change too, unless they are given."""
     remapped = {}
     for key, value in given.items():
         old = OmegaConf.select(config, key)
@@ -151,16 +153,16 @@ def _apply(config: DictConfig, given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_whole(manifest: Manifest, given: Mapping[str, Any]) -> None:
-    """Raise for a training that took some of its rollouts from elsewhere, unless the setting that did so is given."""
+    """Raise if the training loaded some rollouts from elsewhere, unless the setting that did so is overridden."""
     block = manifest.config.get(BLOCK) or {}
     elsewhere = {"source": None, "reward": "recorded", "on_mismatch": "new"}
     for key, usual in elsewhere.items():
         value = block.get(key, usual)
         if value not in (None, usual, "error") and f"{BLOCK}.{key}" not in given:
             raise ConfigError(
-                f"The training of {manifest.path} was started with {BLOCK}.{key}={value}: it took rollouts from "
-                f"elsewhere, and only those that it generated itself are recorded here. Start it again by its own "
-                f"command with {BLOCK}.mode=cache; or resume from what is here alone with {BLOCK}.{key}="
+                f"The training of {manifest.path} was started with {BLOCK}.{key}={value}: it loaded rollouts from "
+                f"elsewhere, and only those that it generated itself are recorded here. Run its own command again "
+                f"with {BLOCK}.mode=cache, or resume from these alone with {BLOCK}.{key}="
                 f"{'null' if usual is None else usual}."
             )
 
@@ -170,7 +172,7 @@ def _check_secrets(config: DictConfig) -> None:
     if missing:
         commands = " ".join(f"{key}=…" for key in missing)
         raise ConfigError(
-            f"Secrets are not in a manifest, so they must be given again: {', '.join(missing)}. Add to the command: "
+            f"A manifest contains no secrets, so you must give them again: {', '.join(missing)}. Add to the command: "
             f"{commands}"
         )
 
@@ -179,7 +181,7 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(tree, DictConfig):
         for key in tree:
             if OmegaConf.is_missing(tree, key):
-                continue  # verl leaves what nobody needs at ???
+                continue  # verl leaves unneeded settings at ???
             yield from _leaves(tree[key], f"{path}.{key!s}" if path else str(key))
     else:
         yield path, tree

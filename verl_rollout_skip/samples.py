@@ -1,7 +1,7 @@
-"""A few rows of each rollout step for the trackers of a training: what was asked, what was answered, how it scored.
+"""Logs a few rows of each rollout step (prompt, response and score) to the training's experiment trackers.
 
-verl logs such rows of its validation; these are of the steps that it trains on, loaded or generated. A training never
-ends because they cannot be shown.
+verl logs such rows for validation; these come from the steps it trains on, loaded or generated. A failure to log them
+never stops a training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "rollout_skip/samples"
 _COLUMNS = ("prompt", "response", "score")
-# In one pass over the text: a second one would escape the marks of the first.
+# Applied in one pass: a second one would escape the escapes.
 _ESCAPED = str.maketrans({mark: f"&#{ord(mark)};" for mark in "&<>\"'\\`*_{}[]()#+-.!|~"} | {"\n": "↵ ", "\r": ""})
 
 
@@ -40,7 +40,7 @@ class Sample:
 
 
 class SampleLog:
-    """Logs to TensorBoard and wandb, if the training does; to others it logs nothing."""
+    """Logs to TensorBoard and wandb if the training does; other trackers get nothing."""
 
     def __init__(self, config: DictConfig, count: int) -> None:
         trainer = config.trainer
@@ -55,7 +55,7 @@ class SampleLog:
         return self._count > 0 and bool(self._loggers & {"tensorboard", "wandb"}) and not self._has_failed
 
     def log(self, step: int, batch: Any, tokenizer: Any) -> None:
-        """Log some rows of a rollout step, spread over the batch. If that fails, there are none from then on."""
+        """Log some rows of a rollout step, spread over the batch. After a failure, nothing more is logged."""
         if not self.is_on:
             return
         with self._failure_ends_it(f"step {step}"):
@@ -74,10 +74,10 @@ class SampleLog:
     def _failure_ends_it(self, when: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a tokenizer, a full disk, a tracker: whatever it is, the rollouts are not affected
+        except Exception as error:  # whatever fails (tokenizer, disk, tracker), the rollouts are not affected
             if not self._has_failed:
                 logger.warning(
-                    "%s: sample rows cannot be logged (%s: %s), so none are from now on. The training goes on; "
+                    "%s: cannot log sample rows (%s: %s); none are logged from now on. The training continues; "
                     "rollout_skip.log_samples=0 turns them off.",
                     when,
                     type(error).__name__,
@@ -89,7 +89,7 @@ class SampleLog:
     def _tensorboard(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Where verl writes its own events; TensorBoard shows all files of a folder together.
+        # The folder of verl's own events; TensorBoard shows all files of a folder together.
         return SummaryWriter(os.environ.get("TENSORBOARD_DIR", self._folder))
 
 
@@ -102,7 +102,7 @@ def _log_to_wandb(samples: list[Sample], step: int) -> None:
 
 
 def _markdown(samples: list[Sample]) -> str:
-    """A table. What a model says is no markup, so everything that could be is shown as it stands."""
+    """A Markdown table. Model output is not markup, so everything that could be is escaped."""
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---|---|---|"]
     for sample in samples:
         lines.append("| " + " | ".join(_cell(value) for value in sample.cells) + " |")

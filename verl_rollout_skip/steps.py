@@ -1,8 +1,8 @@
-"""The steps that a training will do, compared with what is recorded and selected, before any worker starts.
+"""Compares the steps of a training with the recorded and selected steps, before any worker starts.
 
-verl resumes by itself from the latest checkpoint that it finds (``trainer.resume_mode=auto``), so the same command
-again may have nothing left to do. A training that cannot reach its end, or that would load and record nothing, is
-refused; one that leaves recorded steps out says so.
+verl resumes automatically from the latest checkpoint (``trainer.resume_mode=auto``), so running the same command again
+may leave nothing to do. A training that cannot reach its end, or that would load and record nothing, is an error. A
+training that skips recorded steps logs it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What verl will resume from. ``is_own``: it lies in the folder into which the training saves its own."""
+    """The checkpoint that verl resumes from. ``is_own``: it is in the folder where the training saves its own."""
 
     path: str
     step: int
@@ -38,19 +38,19 @@ class Checkpoint:
 
     @property
     def advice(self) -> str:
-        """How to begin with the first step instead."""
-        keep = " (give another trainer.default_local_dir as well, to keep the checkpoints that are there)"
+        """How to start at the first step instead."""
+        keep = " (also set another trainer.default_local_dir to keep the existing checkpoints)"
         return f"trainer.resume_mode=disable starts at step 1{keep if self.is_own else ''}."
 
 
 def find_checkpoint(trainer: DictConfig) -> Checkpoint | None:
-    """What a training with these settings resumes from; None if it begins with step 1."""
+    """The checkpoint that a training with these settings resumes from; None if it starts at step 1."""
     mode = trainer.get("resume_mode", "disable")
     folder = os.path.abspath(trainer.get("default_local_dir") or "")
     if mode == "resume_path":
         path = os.path.abspath(str(trainer.get("resume_from_path")))
         step = path.rpartition("global_step_")[2]
-        # verl itself says what is wrong with a path without a step.
+        # verl itself reports a path without a step.
         return Checkpoint(path, int(step), mode, path.startswith(f"{folder}{os.sep}")) if step.isdigit() else None
     tracker = os.path.join(folder, "latest_checkpointed_iteration.txt")
     if mode != "auto" or not os.path.isfile(tracker):
@@ -58,15 +58,15 @@ def find_checkpoint(trainer: DictConfig) -> Checkpoint | None:
     with open(tracker) as file:
         step = file.read().strip()
     path = os.path.join(folder, f"global_step_{step}")
-    # verl begins again if the checkpoint itself is gone.
+    # verl starts from scratch if the checkpoint itself is gone.
     return Checkpoint(path, int(step), mode, True) if step.isdigit() and os.path.isdir(path) else None
 
 
 @dataclass(frozen=True)
 class TrainingSteps:
-    """What a training is going to do: the steps after its checkpoint up to the last one.
+    """The steps that a training will run: from its checkpoint to the last step.
 
-    ``does_one_more``: a loop that looks at its limit after a step does one even if none is left.
+    ``does_one_more``: a loop that checks its limit after each step runs one step even if none is left.
     """
 
     last: int
@@ -87,9 +87,9 @@ class TrainingSteps:
 
 
 def check_steps(skip: RolloutSkip, training: TrainingSteps, gen_batches: int = 1) -> None:
-    """Raise if a training would load and record nothing, or could not reach its end; say what it leaves out.
+    """Raise if a training would load and record nothing, or cannot reach its end; log the recorded steps it skips.
 
-    ``gen_batches`` is how many generation batches each step has at least.
+    ``gen_batches`` is the minimum number of generation batches per step.
     """
     _check_selection(skip, training)
     if skip.settings.mode is Mode.RECORD:
@@ -97,7 +97,7 @@ def check_steps(skip: RolloutSkip, training: TrainingSteps, gen_batches: int = 1
         taken = [step for step in training.range if step in skip.settings.steps and step in recorded]
         if taken:
             raise EntryExistsError(
-                explain_taken(f"Of the training's steps {describe_steps(taken)} are", skip.run.writes)
+                explain_taken(f"Steps {describe_steps(taken)} of this training are", skip.run.writes)
             )
     if skip.settings.mode is Mode.REPLAY:
         _check_replay(skip, training, gen_batches)
@@ -111,12 +111,12 @@ def _check_selection(skip: RolloutSkip, training: TrainingSteps) -> None:
         return
     if training.last and not any(step in steps for step in range(1, training.last + 1)):
         raise ConfigError(
-            f"{BLOCK}.steps is {steps}, and the training does steps 1 to {training.last} "
-            "(trainer.total_training_steps, trainer.total_epochs): nothing would be recorded or loaded. Give steps of "
-            f"this training, or leave {BLOCK}.steps out for all of them."
+            f"{BLOCK}.steps is {steps}, but the training runs steps 1 to {training.last} "
+            "(trainer.total_training_steps, trainer.total_epochs), so nothing would be recorded or loaded. Select "
+            f"steps of this training, or remove {BLOCK}.steps to select all of them."
         )
     if steps.ranges is not None:
-        logger.warning("%s.steps is %s: none of the steps that are left is recorded or loaded", BLOCK, steps)
+        logger.warning("%s.steps is %s: none of the remaining steps is recorded or loaded", BLOCK, steps)
 
 
 def _check_replay(skip: RolloutSkip, training: TrainingSteps, gen_batches: int) -> None:
@@ -127,22 +127,22 @@ def _check_replay(skip: RolloutSkip, training: TrainingSteps, gen_batches: int) 
     is_past = checkpoint is not None and checkpoint.step >= max(whole, default=0)
     if checkpoint is not None and is_past and (covered or not training.range):
         raise EntryNotFoundError(
-            f"There is nothing to replay: {checkpoint}, so the training starts at step {training.first}, and recorded "
-            f"are steps {describe_steps(whole)} ({places(skip.sources)}). {checkpoint.advice}"
+            f"There is nothing to replay: {checkpoint}, so the training starts at step {training.first}, but the "
+            f"recorded steps are {describe_steps(whole)} ({places(skip.sources)}). {checkpoint.advice}"
         )
     missing = [step for step in covered if step not in whole]
     if missing:
         text = explain_steps(training.range, missing, keys, gen_batches, skip.sources)
-        raise EntryNotFoundError(text if checkpoint is None else f"{text} And {checkpoint}; {checkpoint.advice}")
+        raise EntryNotFoundError(text if checkpoint is None else f"{text} Note that {checkpoint}; {checkpoint.advice}")
 
 
 def _report(skip: RolloutSkip, training: TrainingSteps, checkpoint: Checkpoint) -> None:
-    """A checkpoint that verl finds by itself is easily forgotten."""
+    """Log the checkpoint, because it is easy to forget one that verl finds by itself."""
     loads_by_step = skip.settings.mode in (Mode.CACHE, Mode.REPLAY)
     before = {key.step for key in skip.recorded_keys() if key.step < training.first} if loads_by_step else set()
     unused = f" Recorded steps {describe_steps(before)} are not used; {checkpoint.advice}" if before else ""
     if training.are_done:
-        one_more = f"; verl does step {training.first} before it ends" if training.range else ""
+        one_more = f"; verl runs step {training.first} before it ends" if training.range else ""
         logger.warning("%s, the last step of this training: nothing is left to do%s.%s", checkpoint, one_more, unused)
     elif before:
         logger.info("%s, so the training starts at step %d.%s", checkpoint, training.first, unused)

@@ -82,7 +82,7 @@ def test_a_recording_that_ended_early_is_completed(trainings: Trainings) -> None
 def test_a_replay_that_lacks_a_step_is_refused_before_it_begins(trainings: Trainings) -> None:
     trainings.run("record")
     trainings.forget((2, 0))
-    with pytest.raises(EntryNotFoundError, match=r"steps 1 to 3, and 2 is not recorded; recorded are 1, 3"):
+    with pytest.raises(EntryNotFoundError, match=r"steps 1 to 3, but 2 is not recorded. Recorded steps: 1, 3"):
         trainings.make("replay")
 
 
@@ -105,7 +105,7 @@ def off_policy(training: Finished) -> dict[int, float]:
 
 def test_record_never_overwrites(trainings: Trainings) -> None:
     recording = trainings.run("record")
-    with pytest.raises(EntryExistsError, match=r"Of the training's steps 1-3 are already recorded in .*mode 'refresh'"):
+    with pytest.raises(EntryExistsError, match=r"Steps 1-3 of this training are already recorded in .*mode 'refresh'"):
         trainings.make("record")  # before any worker is started
     assert_same_training(recording, trainings.run("cache"))
 

@@ -24,7 +24,7 @@ def test_the_same_data_in_another_order_are_said_to_be_so(trainings: Trainings) 
     trainings.run("record", train_sampler=IN_ORDER)
     swapped = trainings.run("cache", train_sampler=[1, 0, *IN_ORDER[2:]])
     assert swapped.hits == [0.0, 1.0, 1.0]
-    assert swapped.said("they are the same prompts in another order")
+    assert swapped.said("they are the same prompts in a different order")
 
 
 def test_a_replay_of_other_data_is_an_error(trainings: Trainings) -> None:

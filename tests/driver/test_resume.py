@@ -42,7 +42,7 @@ def test_a_replay_needs_only_the_steps_after_its_checkpoint(trainings: Trainings
     trainings.forget((1, 0), (2, 0))
     resumed = trainings.run("replay", *checkpoint(trainings, 1, 2))
     assert_same_training(plain, resumed, steps=[3])
-    missing = "would replay steps 2 to 3, and 2 is not recorded.*global_step_1 .*trainer.resume_mode=disable"
+    missing = "would replay steps 2 to 3, but 2 is not recorded.*global_step_1 .*trainer.resume_mode=disable"
     with pytest.raises(EntryNotFoundError, match=missing):
         trainings.make("replay", *checkpoint(trainings, 1, 1))
 
@@ -79,7 +79,7 @@ def test_the_same_command_again_says_which_checkpoint_it_resumes_from(trainings:
     assert sorted(again.metrics) == [4], "verl looks at its limit after a step"
     (warning,) = [message for message in again.messages if "trainer.resume_mode=auto" in message]
     assert f"{trainings.folder}/run-1/checkpoints/global_step_3" in warning
-    assert "verl does step 4 before it ends" in warning
+    assert "verl runs step 4 before it ends" in warning
     assert "Recorded steps 1-3 are not used" in warning
     whole = trainings.run("cache", own_checkpoints(trainings, 1), "trainer.resume_mode=disable")
     assert whole.hits == [1.0] * 3
@@ -97,7 +97,7 @@ def test_a_replay_that_would_resume_past_its_recording_is_refused_with_the_setti
     last = len(plain.metrics)
     assert f"{trainings.folder}/run-1/checkpoints/global_step_{last} (trainer.resume_mode=auto)" in message
     assert f"starts at step {last + 1}" in message
-    assert f"recorded are steps 1-{last}" in message
+    assert f"the recorded steps are 1-{last}" in message
     assert "trainer.resume_mode=disable starts at step 1" in message
     assert "another trainer.default_local_dir" in message
     whole = trainings.run("replay", length, own_checkpoints(trainings, 1), "trainer.resume_mode=disable")
@@ -113,7 +113,7 @@ def test_a_replay_from_the_middle_says_what_it_leaves_out(trainings: Trainings) 
 
 @pytest.mark.parametrize("mode", ["record", "cache", "refresh"])
 def test_a_selection_without_a_step_of_the_training_is_refused(trainings: Trainings, mode: str) -> None:
-    message = r"rollout_skip.steps is 50, and the training does steps 1 to 3.*nothing would be recorded or loaded"
+    message = r"rollout_skip.steps is 50, but the training runs steps 1 to 3.*nothing would be recorded or loaded"
     with pytest.raises(ConfigError, match=message):
         trainings.make(mode, "rollout_skip.steps=[50]")
     assert not trainings.dumps.exists()
@@ -123,7 +123,7 @@ def test_a_selection_that_lies_before_the_checkpoint_is_no_error(trainings: Trai
     trainings.run("record", SAVE, "rollout_skip.steps=[1]")
     resumed = trainings.run("cache", "rollout_skip.steps=[1]", *checkpoint(trainings, 1, 2))
     assert sorted(resumed.metrics) == [3]
-    assert resumed.said("rollout_skip.steps is 1: none of the steps that are left is recorded or loaded")
+    assert resumed.said("rollout_skip.steps is 1: none of the remaining steps is recorded or loaded")
 
 
 def test_a_tracker_whose_checkpoint_is_gone_begins_anew(trainings: Trainings, tmp_path: Path) -> None:

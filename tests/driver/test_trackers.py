@@ -125,6 +125,6 @@ def test_a_training_goes_on_if_its_rows_cannot_be_shown(trainings: Trainings, mo
     monkeypatch.setattr(trainings.tokenizer, "decode", fails)
     training = trainings.run("replay", "trainer.logger=[file,tensorboard]")
     assert training.hits == [1.0, 1.0, 1.0]
-    warnings = [message for message in training.messages if "sample rows cannot be logged" in message]
+    warnings = [message for message in training.messages if "cannot log sample rows" in message]
     assert len(warnings) == 1
     assert "RuntimeError: no such token" in warnings[0]

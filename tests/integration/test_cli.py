@@ -258,7 +258,7 @@ def test_resume_prints_recorded_text_so_that_it_cannot_command_the_terminal(caps
         (["show", "{variant}", "--step", "9"], "step 9, generation batch 0 is not recorded"),
         (["show", "{variant}", "--step", "-1"], "RolloutKey.step"),
         (["show", "{variant}", "--row", "8"], "has rows 0 to 7, not 8"),
-        (["show", "{variant}", "--tokenizer", "/nowhere"], "/nowhere is no tokenizer folder"),
+        (["show", "{variant}", "--tokenizer", "/nowhere"], "/nowhere is not a tokenizer folder"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(recorded: Training, capsys: Any, arguments: Any, words: str) -> None:

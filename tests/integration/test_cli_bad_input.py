@@ -115,8 +115,8 @@ def test_each_command_says_in_one_line_what_is_wrong(places: dict[str, Path], tm
     ("place", "given", "words"),
     [
         ("damaged manifest", [], ["is damaged, it is no JSON object"]),
-        ("whole", ["trainer.total_training_steps"], ["'trainer.total_training_steps' is no setting; give key=value"]),
-        ("whole", ["a=[1"], ["'a=[1' cannot be read"]),
+        ("whole", ["trainer.total_training_steps"], ["'trainer.total_training_steps' is not a setting; use key=value"]),
+        ("whole", ["a=[1"], ["'a=[1' cannot be parsed"]),
     ],
     ids=["damaged manifest", "no sign", "no value"],
 )

@@ -205,7 +205,7 @@ def test_what_is_there_is_kept_unless_it_is_to_be_replaced(
     export(capsys, recorded, out, "--format", form, "--steps", "1")
     before = contents(tmp_path)
     assert main(["export", str(recorded), "-o", str(out), "--format", form]) == 2
-    assert "is there already and was kept" in capsys.readouterr().err
+    assert "already exists and was kept" in capsys.readouterr().err
     assert contents(tmp_path) == before
     export(capsys, recorded, out, "--format", form, "--overwrite")
     assert contents(tmp_path) != before
@@ -221,7 +221,7 @@ def test_only_a_dataset_is_replaced_by_a_dataset(recorded: Path, tmp_path: Path,
         out.write_text("years of work")
     before = contents(tmp_path)
     done = run("export", recorded, "-o", out, "--format", "dataset", "--overwrite")
-    assert_one_line_error(done, "is no Hugging Face dataset", "dataset_info.json and state.json")
+    assert_one_line_error(done, "only a Hugging Face dataset is replaced", "dataset_info.json and state.json")
     assert contents(tmp_path) == before
 
 

@@ -209,7 +209,7 @@ def test_token_ids_come_with_the_true_reason(laptop: Laptop, special: Path, tmp_
     )
     for command, text in printed.items():
         assert f"The tokenizer in {special}/tokenizer cannot be used: " in text
-        assert "the package transformers, which reads such ones, is not installed (pip install transformers)." in text
+        assert "it needs the package transformers, which is not installed (pip install transformers)." in text
         assert "Give one with --tokenizer DIR." in text
         assert ("Token ids instead of text: " in text) == (command != "export")
 

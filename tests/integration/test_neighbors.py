@@ -61,7 +61,7 @@ def test_the_same_rollouts_under_another_experiment_name_are_named(
         opened(training, caplog, "cache", skip, **LATER),
         refused(training, EntryNotFoundError, skip, **LATER),
     ):
-        assert "made with today's settings" in text
+        assert "contains rollouts with the current settings" in text
         assert "trainer.experiment_name=exp trainer.project_name=proj" in text
         assert "temperature" not in text, "what differs is of no interest beside what fits"
     source = text.split("rollout_skip.source=")[1].split()[0].rstrip(",")
@@ -144,7 +144,7 @@ def test_a_misspelled_dump_dir_is_noticed(training: Training, caplog: Any, wrong
     training.record(K1, skip={"dump_dir": dump_dir})
     skip = {"dump_dir": wrong.format(parent)}
     for text in (opened(training, caplog, "cache", skip), refused(training, EntryNotFoundError, skip)):
-        assert f"beside it {dump_dir} holds runs: rollout_skip.dump_dir={dump_dir}" in text
+        assert f"next to it {dump_dir} does: rollout_skip.dump_dir={dump_dir}" in text
 
 
 def test_a_misspelled_folder_above_is_noticed(training: Training, caplog: Any, dump_dir: str) -> None:
@@ -158,7 +158,7 @@ def test_a_dump_dir_one_level_too_high_is_noticed(training: Training, caplog: An
     training.record(K1, skip={"dump_dir": dump_dir})
     skip = {"dump_dir": dump_dir.rpartition("/")[0]}
     for text in (opened(training, caplog, "cache", skip), refused(training, EntryNotFoundError, skip)):
-        assert f"in it {dump_dir} holds runs: rollout_skip.dump_dir={dump_dir}" in text
+        assert f"inside it {dump_dir} does: rollout_skip.dump_dir={dump_dir}" in text
 
 
 @pytest.mark.parametrize("mode", ["record", "replay"])

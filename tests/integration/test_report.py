@@ -157,7 +157,7 @@ def test_what_may_not_be_read_is_told_as_such(variant: Path) -> None:
         (["{variant}", "--steps", "9-12"], "does not hold steps 9-12"),
         (["{variant}", "-o", "/does/not/exist/r.html"], "was not written to /does/not/exist/r.html"),
         (["{variant}", "-o", "{empty}"], "was not written to"),
-        (["{variant}", "--tokenizer", "/nowhere"], "/nowhere is no tokenizer folder"),
+        (["{variant}", "--tokenizer", "/nowhere"], "/nowhere is not a tokenizer folder"),
         (["{variant}", "--groups", "-1"], "groups is -1"),
         (["{variant}", "--seed", "-1"], "seed is -1"),
         (["nonsense://x"], "nonsense"),

@@ -138,7 +138,7 @@ def test_a_failure_is_one_warning_and_the_training_goes_on(
         log.log(3, rollout_output(6), Words())
         log.close()
     [record] = caplog.records
-    assert "step 1: sample rows cannot be logged" in record.getMessage()
+    assert "step 1: cannot log sample rows" in record.getMessage()
     assert reason in record.getMessage()
     assert not log.is_on
     assert list(tmp_path.iterdir()) == []

@@ -47,9 +47,11 @@ SET_ASIDE = Outcome("engine", "set aside")
 NEW_VARIANT = Outcome("engine", "new variant")
 LOADED = Outcome("entry")
 LOADED_OTHER = Outcome("other entry")
-EXISTS = Outcome(error=EntryExistsError, words="step 2, .* already recorded .* 'cache' continues .* 'refresh' replaces")
+EXISTS = Outcome(
+    error=EntryExistsError, words="step 2, .* already recorded .* 'cache' to continue .* 'refresh' to replace"
+)
 ABSENT = Outcome(
-    error=EntryNotFoundError, words=r"step 2, .* not recorded .* holds steps 1. .*'replay'.*record more \(mode cache"
+    error=EntryNotFoundError, words=r"step 2, .* not recorded .* has steps 1. .*'replay'.*record more \(mode cache"
 )
 CORRUPT = Outcome(
     error=CorruptEntryError, words="step 2, .* damaged: .*gen_000.parquet .* digest .* Record the step again"
@@ -59,8 +61,8 @@ SETTINGS = Outcome(error=MismatchError, words="other settings:.*temperature: 1.0
 PROMPTS = Outcome(
     error=MismatchError, words="8 of 8 rows differ. The first is row 0:.*recorded .*current .*prompts=recorded"
 )
-ORDER = Outcome(error=MismatchError, words="rows differ; they are the same prompts in another order .*row 0")
-ROW_COUNT = Outcome(error=MismatchError, words="8 rows are recorded and the current batch has 6")
+ORDER = Outcome(error=MismatchError, words="rows differ; they are the same prompts in a different order .*row 0")
+ROW_COUNT = Outcome(error=MismatchError, words="8 rows are recorded, but the current batch has 6")
 
 TABLE: dict[str, dict[str, Outcome]] = {
     # state of the entry: mode → outcome

@@ -156,7 +156,7 @@ def test_other_prompts_or_another_number_of_steps_are_never_replayed(trainings: 
     trainings.train("record", *STEPS, kind=ColocateTrainer)
     with pytest.raises(MismatchError, match="rows differ"):
         trainings.train("replay", *STEPS, "data.seed=2", "+rollout_skip.on_mismatch=reuse", kind=ColocateTrainer)
-    with pytest.raises(EntryNotFoundError, match="and 5 is not recorded"):
+    with pytest.raises(EntryNotFoundError, match="but 5 is not recorded"):
         trainings.train("replay", "trainer.total_training_steps=5", kind=ColocateTrainer)
 
 
@@ -178,7 +178,7 @@ def _by_step(trainer: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 def test_a_recording_that_ended_within_a_step_is_refused_before_anything_starts(trainings: Trainings) -> None:
     trainings.train("record", *SEPARATE, kind=SeparateTrainer)
     RolloutStore(trainings.variant()).delete(RolloutKey(4, 1))
-    with pytest.raises(EntryNotFoundError, match=r"and 4 is not recorded; recorded are 1-3 .*1 of 2 generation"):
+    with pytest.raises(EntryNotFoundError, match=r"but 4 is not recorded. Recorded steps: 1-3 .*1 of 2 generation"):
         trainings.train("replay", *SEPARATE, kind=SeparateTrainer)
 
 

@@ -187,7 +187,7 @@ def test_a_finished_training_started_again_says_that_verl_resumes_from_its_last_
 
 
 def test_a_selection_without_a_step_of_the_training_is_refused(trainings: Trainings) -> None:
-    with pytest.raises(ConfigError, match="steps is 50, and the training does steps 1 to 3"):
+    with pytest.raises(ConfigError, match="steps is 50, but the training runs steps 1 to 3"):
         trainings.train("record", "+rollout_skip.steps=[50]")
 
 
@@ -270,14 +270,14 @@ def test_only_so_many_steps_are_dumped(trainings: Trainings) -> None:
 
 
 def test_record_never_overwrites_and_refresh_does(after_recording: Trainings) -> None:
-    with pytest.raises(EntryExistsError, match="mode 'refresh' replaces it"):
+    with pytest.raises(EntryExistsError, match="mode 'refresh' to replace it"):
         after_recording.train("record")
     refreshed = after_recording.train("refresh")
     assert after_recording.train("replay").trained == refreshed.trained
 
 
 def test_a_replay_that_cannot_come_to_its_end_is_not_begun(after_recording: Trainings) -> None:
-    with pytest.raises(EntryNotFoundError, match=r"would replay steps 1 to 5, and 4-5 are not recorded"):
+    with pytest.raises(EntryNotFoundError, match=r"would replay steps 1 to 5, but 4-5 are not recorded"):
         after_recording.train("replay", "trainer.total_training_steps=5")
 
 

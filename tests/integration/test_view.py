@@ -254,7 +254,7 @@ def test_a_port_that_is_taken_is_an_error_that_says_so(server: ViewServer, varia
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["/does/not/exist"], "does not exist"), (["{variant}", "--tokenizer", "/nowhere"], "is no tokenizer folder")],
+    [(["/does/not/exist"], "does not exist"), (["{variant}", "--tokenizer", "/nowhere"], "is not a tokenizer folder")],
 )
 def test_an_error_is_one_line_and_exit_code_2(variant: Path, capsys: Any, arguments: list[str], words: str) -> None:
     assert main(["view", "--no-browser", *(text.format(variant=variant) for text in arguments)]) == 2

@@ -62,7 +62,7 @@ def test_a_changed_answer_alone_is_a_difference(tmp_path: Path) -> None:
 def test_another_order_is_called_that(tmp_path: Path) -> None:
     text = why_not_same(recorded(tmp_path, rollout_input()), rollout_input()[np.arange(7, -1, -1)])
     assert text is not None
-    assert text.startswith("8 of 8 rows differ; they are the same prompts in another order (another data.seed")
+    assert text.startswith("8 of 8 rows differ; they are the same prompts in a different order (did data.seed")
 
 
 def test_a_long_prompt_is_shown_around_the_place_where_it_differs(tmp_path: Path) -> None:

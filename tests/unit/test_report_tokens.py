@@ -166,7 +166,7 @@ def test_a_copy_that_cannot_be_loaded_is_a_warning_and_tokens_stay_numbers(tmp_p
 
 
 def test_a_given_tokenizer_must_be_there_and_whole(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is no tokenizer folder"):
+    with pytest.raises(StoreError, match="is not a tokenizer folder"):
         find_token_texts(str(tmp_path), None, str(tmp_path / "nowhere"))
     (tmp_path / "tokenizer.json").write_text("[]")
     with pytest.raises(StoreError, match="cannot be loaded"):

@@ -104,7 +104,7 @@ def test_recorded_prompts_with_other_groups_are_refused(training: Training) -> N
     training.record(K1)
     current = inputs_of(K1)
     current.non_tensor_batch["uid"] = np.repeat(np.array(["a", "b"], dtype=object), 4)
-    with training.open("repeat") as repeat, pytest.raises(MismatchError, match=r"another rollout\.n"):
+    with training.open("repeat") as repeat, pytest.raises(MismatchError, match=r"did rollout\.n change"):
         repeat.step(K1, current, never)
 
 
@@ -124,7 +124,7 @@ def test_greedy_rollouts_are_not_served_as_sampled_ones(training: Training) -> N
     greedy.meta_info["do_sample"] = False
     with (
         training.open("replay") as replay,
-        pytest.raises(MismatchError, match=r"do_sample'\]: recorded not there, current False"),
+        pytest.raises(MismatchError, match=r"do_sample'\]: recorded missing, current False"),
     ):
         replay.step(K1, greedy, never)
     with training.open("cache") as cache:
@@ -510,7 +510,7 @@ def test_a_loop_of_which_no_step_is_selected_says_so_at_its_end(
     with caplog.at_level(logging.INFO), training.open("cache", {"steps": [50]}) as skip:
         skip.step(K1, inputs_of(K1), Engine())
     assert "0 rollout steps: 0 loaded" in caplog.text
-    assert "1 left out by rollout_skip.steps" in caplog.text
+    assert "1 not selected by rollout_skip.steps" in caplog.text
 
 
 FORGETFUL = """

@@ -1,4 +1,4 @@
-"""``reward: recompute``: recorded responses are scored by today's reward function, by the trainer's own way."""
+"""``reward: recompute``: scores recorded responses with the current reward function, through the trainer's own API."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from verl_rollout_skip.prompts import UID
 
 SCORES = "rm_scores"
 EXTRA_KEYS = "reward_extra_keys"
-# The same extras once more, as a dict for each row.
+# The same extras again, as one dict per row.
 _EXTRAS = "reward_extra_info"
-# What is in a rollout besides the fields of its agent loop.
+# Columns of a rollout that are not fields of its agent loop.
 _NOT_OF_THE_LOOP = {_EXTRAS, UID, "__num_turns__", "__do_sample__", "multi_modal_inputs"}
 
 
 def recompute_rewards(batch: DataProto, inputs: DataProto, trainer: Any) -> None:
-    """Put today's rewards into a loaded rollout. One without rewards is left: the trainer scores it itself."""
+    """Replace the rewards of a loaded rollout. One without rewards is left alone: the trainer scores it itself."""
     if SCORES not in batch.batch.keys():  # noqa: SIM118 - a TensorDict is no dict
         return
     scored = _reward_manager(trainer)(_unscored(batch, inputs))
@@ -37,7 +37,7 @@ def recompute_rewards(batch: DataProto, inputs: DataProto, trainer: Any) -> None
 
 
 def _unscored(batch: DataProto, inputs: DataProto) -> DataProto:
-    """What an agent loop sends to be scored: responses with prompts, answers …, without recorded rewards."""
+    """The batch that an agent loop sends to be scored: responses, prompts, answers …, without recorded rewards."""
     scores = {SCORES, _EXTRAS, *batch.meta_info.get(EXTRA_KEYS, [])}
     tensors = {key: value for key, value in batch.batch.items() if key not in scores}
     columns = {**inputs.non_tensor_batch, **batch.non_tensor_batch}
@@ -58,7 +58,7 @@ def _unscored(batch: DataProto, inputs: DataProto) -> DataProto:
 
 
 def _fields_of_row(batch: DataProto, names: Iterable[str], row: int) -> dict[str, Any]:
-    """What the agent loop said of a row (turn_scores, tool_rewards …). A field that others have is None there."""
+    """The agent loop's fields of a row (turn_scores, tool_rewards …). Fields that only other rows have are None."""
     fields = {name: batch.non_tensor_batch[name][row] for name in sorted(names)}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -67,8 +67,8 @@ def _reward_manager(trainer: Any) -> Callable[[DataProto], DataProto]:
     manager = getattr(trainer, "reward_loop_manager", None)
     if manager is None:
         raise UnsupportedTrainerError(
-            f"rollout_skip.reward is 'recompute', and {type(trainer).__name__} has no reward_loop_manager to score "
-            "recorded responses with. Use rollout_skip.reward=recorded, or verl 0.9.1."
+            f"rollout_skip.reward is 'recompute', but {type(trainer).__name__} has no reward_loop_manager to score "
+            "recorded responses with. Use rollout_skip.reward=recorded or verl 0.9.1."
         )
     compute: Callable[[DataProto], DataProto] = manager.compute_rm_score
     return compute
