@@ -1,9 +1,10 @@
 """The single measurements, each meant for a process of its own.
 
 ``python -m benchmarks.probes NAME '{"folder": …}'`` runs one and prints its result as JSON on the last line. "ours" is
-``RolloutStore``, "upstream" is ``DataProto.save_to_disk`` and ``load_from_disk``. Before anything is timed, the same
-calls have been made once with a tiny batch, and as much memory as will be needed has been touched and freed: imports,
-thread pools, codecs and, in a virtual machine, the pages behind the memory are warm for both.
+``RolloutStore``, "upstream" is ``DataProto.save_to_disk`` and ``load_from_disk``. Before a dump is timed, a tiny batch
+has been dumped: imports, thread pools and codecs are warm. A load is timed from its first call in the process, when
+only imports are done, and then repeatedly. Nothing touches memory beforehand: in a virtual machine that can be most of
+what a load costs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from verl_rollout_skip import RolloutKey, RolloutStore
 TINY = BatchSize("tiny", 8, 16, 32)
 KEY = RolloutKey(2)
 SAMPLES = 30
+LOADS = 9
 
 
 def ours_dump(folder: str, raw: str) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def ours_dump(folder: str, raw: str) -> dict[str, Any]:
     store = _warm_store(folder, background=False)
     _free_key(store)
     output, inputs = load_raw(Path(raw))
-    with _Usage(raw) as usage:
+    with _Usage() as usage:
         store.put(KEY, output, inputs=inputs)
     return {"seconds": usage.seconds, "extra_bytes": usage.extra_bytes, "bytes": _folder_bytes(_entry(folder))}
 
@@ -46,7 +48,7 @@ def upstream_dump(folder: str, raw: str) -> dict[str, Any]:
     output, _ = load_raw(Path(raw))
     path = Path(folder) / "batch.pkl"
     path.unlink(missing_ok=True)
-    with _Usage(raw) as usage:
+    with _Usage() as usage:
         started = time.perf_counter()
         output.save_to_disk(path)
         unsynced = time.perf_counter() - started
@@ -61,29 +63,26 @@ def upstream_dump(folder: str, raw: str) -> dict[str, Any]:
 
 
 def ours_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
-    """A load with its digest check, from files that are in the page cache."""
-    store = _warm_store(folder, background=False)
+    """Loads with their digest check, from files that are in the page cache."""
+    store = RolloutStore(Path(folder) / "store", background=False)
     for file in _entry(folder).iterdir():
-        file.read_bytes()
-    with _Usage(raw) as usage:
-        output = store.get(KEY)
+        _read_through(file)
+    result = _time_loads(lambda: store.get(KEY))
     if compare:
         expected, expected_inputs = load_raw(Path(raw))
-        _require_same(output, expected)
+        _require_same(store.get(KEY), expected)
         _require_same(store.inputs(KEY), expected_inputs)
-    return {"seconds": usage.seconds, "peak_bytes": usage.extra_bytes}
+    return result
 
 
 def upstream_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
-    """A load from a file that is in the page cache."""
-    _warm_upstream(folder)
+    """Loads from a file that is in the page cache."""
     path = Path(folder) / "batch.pkl"
-    path.read_bytes()
-    with _Usage(raw) as usage:
-        output = DataProto.load_from_disk(path)
+    _read_through(path)
+    result = _time_loads(lambda: DataProto.load_from_disk(path))
     if compare:
-        _require_same(output, load_raw(Path(raw))[0])
-    return {"seconds": usage.seconds, "peak_bytes": usage.extra_bytes}
+        _require_same(DataProto.load_from_disk(path), load_raw(Path(raw))[0])
+    return result
 
 
 def ours_blocked(folder: str, raw: str) -> dict[str, Any]:
@@ -91,7 +90,6 @@ def ours_blocked(folder: str, raw: str) -> dict[str, Any]:
     store = _warm_store(folder, background=True)
     _free_key(store)
     output, inputs = load_raw(Path(raw))
-    _touch_memory(raw)
     started = time.perf_counter()
     store.put(KEY, output, inputs=inputs)
     dump = time.perf_counter() - started
@@ -123,7 +121,7 @@ def interpreter_lock(folder: str, raw: str, busy: bool) -> dict[str, Any]:
         ("dump", lambda: store.put(KEY, output, inputs=inputs), store.flush),
         ("load", lambda: None, lambda: _prefetch(store)),
     ):
-        _touch_memory(raw)
+        gc.collect()
         started = time.perf_counter()
         begin()
         done = threading.Event()
@@ -168,11 +166,8 @@ def growth(folder: str, entries: int) -> dict[str, Any]:
 class _Usage:
     """Wall time and peak memory of a block: how far the resident memory rose above where it was at the start."""
 
-    def __init__(self, raw: str) -> None:
-        self._raw = raw
-
     def __enter__(self) -> _Usage:
-        _touch_memory(self._raw)
+        gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
         self._resident = _status("VmRSS")
         self._started = time.perf_counter()
@@ -205,10 +200,34 @@ class _Loop:
         self.pace = rounds / max(last - self.started, 1e-9)
 
 
-def _touch_memory(raw: str) -> None:
-    """Use and free twice the memory of the batch: what upstream takes at a dump, and more than anything else does."""
-    gc.collect()
-    np.ones(2 * sum(file.stat().st_size for file in Path(raw).iterdir()), np.uint8)
+def _time_loads(load: Callable[[], DataProto]) -> dict[str, Any]:
+    """The first load of the process and the median of ``LOADS`` more, each alone and with every tensor read once: pages
+    of padding that were never written come into being when they are read."""
+    with _Usage() as usage:
+        batch = load()
+    fresh = {"seconds": usage.seconds, "read_seconds": usage.seconds + _seconds(lambda: _read_tensors(batch))}
+    repeated = []
+    for _ in range(LOADS):
+        del batch
+        started = time.perf_counter()
+        batch = load()
+        loaded = time.perf_counter()
+        _read_tensors(batch)
+        repeated.append({"seconds": loaded - started, "read_seconds": time.perf_counter() - started})
+    medians = {f"repeated_{name}": statistics.median(sample[name] for sample in repeated) for name in fresh}
+    return {**fresh, **medians, "peak_bytes": usage.extra_bytes, "repeated": repeated}
+
+
+def _read_tensors(batch: DataProto) -> None:
+    for tensor in batch.batch.values():
+        tensor.sum()
+
+
+def _read_through(path: Path) -> None:
+    """Bring a file into the page cache with little memory of our own."""
+    with open(path, "rb") as file:
+        while file.read(1 << 20):
+            pass
 
 
 def _status(field: str) -> int:

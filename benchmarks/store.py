@@ -1,7 +1,8 @@
 """The store against verl's own ``DataProto.save_to_disk`` and ``load_from_disk``: ``make bench``.
 
 Both get the same batches in the same run, each measurement in a fresh process, in turn (ours, upstream, ours …), and
-the best of several counts: noise only ever adds. Prints tables and writes everything to a JSON file.
+the best of several counts: noise only ever adds. Of loads the median counts, because what the host's memory costs is no
+noise. Prints tables and writes everything to a JSON file.
 """
 
 from __future__ import annotations
