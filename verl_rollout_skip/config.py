@@ -43,6 +43,12 @@ class Steps:
     def __contains__(self, step: int) -> bool:
         return self.ranges is None or any(first <= step <= last for first, last in self.ranges)
 
+    def first_from(self, step: int) -> int | None:
+        """The first selected step that does not come before this one."""
+        if self.ranges is None:
+            return step
+        return min((max(first, step) for first, last in self.ranges if last >= step), default=None)
+
     def __str__(self) -> str:
         if self.ranges is None:
             return "all"

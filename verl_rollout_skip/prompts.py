@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from verl_rollout_skip.store import codec
 from verl_rollout_skip.store.codec.batch import Batch, BatchKind, flatten
-from verl_rollout_skip.store.store import LoadedEntry
+from verl_rollout_skip.store.loaded import LoadedEntry
 
 UID = "uid"
 SAMPLING = "sampling"

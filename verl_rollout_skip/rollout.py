@@ -45,7 +45,8 @@ from verl_rollout_skip.prompts import (
     why_not_same,
 )
 from verl_rollout_skip.recorder import Recorder
-from verl_rollout_skip.store.store import LoadedEntry, RolloutStore
+from verl_rollout_skip.store.loaded import LoadedEntry
+from verl_rollout_skip.store.store import RolloutStore
 from verl_rollout_skip.variants import Run, Source, open_run, own_source, resolve_prompts
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,12 @@ class RolloutSkip:
         metrics = self.record(key, batch, given, time.perf_counter() - started, dump)
         return Rollout(batch, inputs, False, metrics)
 
+    def prefetch_first(self, step: int = 1) -> None:
+        """Start to load the first rollout of a training that begins with this step, while its workers start."""
+        first = self.settings.steps.first_from(step)
+        if first is not None:
+            self._prefetch([RolloutKey(first)])
+
     def covers(self, key: RolloutKey) -> bool:
         """Whether this rollout step is one to load or to record."""
         return self.settings.mode is not Mode.OFF and key.step in self.settings.steps
@@ -125,6 +132,7 @@ class RolloutSkip:
         loaded = self._load(key, line_up)
         if loaded is None and not self.settings.mode.generates:
             raise EntryNotFoundError(explain_key(key, self.recorded_keys(), self.settings.mode, self.sources))
+        self._prefetch_after(key)
         return loaded
 
     def will_dump(self, key: RolloutKey) -> bool:
@@ -282,7 +290,6 @@ class RolloutSkip:
                 adopt_uids(recorded, inputs, add=True)
             metrics = self._count_hit(key, source, entry, time.perf_counter() - started)
             _replace_timings(batch, metrics)
-            self._prefetch_after(key)
             return Rollout(batch, inputs if recorded is None else recorded, True, metrics)
         if reasons:
             self._explain_misfit(wanted, reasons[0])
@@ -300,6 +307,8 @@ class RolloutSkip:
             if any(found in store for _, store in self._sources):
                 return found
         self._repeated = self.recorded_keys()
+        if not self._repeated:
+            raise EntryNotFoundError(explain_key(key, [], mode, self.sources))
         return _repeated_key(self._repeated, key, mode)
 
     def _sources_now(self) -> list[tuple[Source, RolloutStore]]:
@@ -432,17 +441,29 @@ class RolloutSkip:
         return None
 
     def _prefetch_after(self, key: RolloutKey) -> None:
-        for following in (RolloutKey(key.step, key.gen_batch + 1), RolloutKey(key.step + 1)):
-            if following.step not in self.settings.steps:
-                continue
-            if following.gen_batch == 0 and self.settings.mode in (Mode.REPEAT, Mode.REPEAT_LAST):
-                following = self._wanted_key(following)
+        step = self.settings.steps.first_from(key.step + 1)
+        self._prefetch([RolloutKey(key.step, key.gen_batch + 1), *([] if step is None else [RolloutKey(step)])])
+
+    def _prefetch(self, candidates: list[RolloutKey]) -> None:
+        """Start to load the first of these that is recorded; let go of whatever else was loaded ahead."""
+        found: tuple[RolloutKey, RolloutStore] | None = None
+        # What is wrong with a source is said when the rollout itself is asked for.
+        with contextlib.suppress(OSError, RolloutSkipError):
+            found = self._first_recorded(candidates)
+        for _, store in self._sources:
+            if found is None or store is not found[1]:
+                store.drop_prefetched()
+        if found is not None:
+            found[1].prefetch(found[0], inputs=self.replaces_prompts)
+
+    def _first_recorded(self, keys: list[RolloutKey]) -> tuple[RolloutKey, RolloutStore] | None:
+        for key in keys:
+            if key.gen_batch == 0 and self.settings.mode in (Mode.REPEAT, Mode.REPEAT_LAST):
+                key = self._wanted_key(key)
             for _, store in self._sources:
-                # What is wrong with it is said when it is asked for.
-                with contextlib.suppress(OSError, UnsafePathError):
-                    if following in store:
-                        store.prefetch(following)
-                        return
+                if key in store:
+                    return key, store
+        return None
 
     # What is known
 

@@ -62,6 +62,11 @@ def find_checkpoint(trainer: DictConfig) -> Checkpoint | None:
     return Checkpoint(path, int(step), mode, True) if step.isdigit() and os.path.isdir(path) else None
 
 
+def first_step(trainer: DictConfig) -> int:
+    """The step that a training with these settings begins with."""
+    return TrainingSteps(last=0, checkpoint=find_checkpoint(trainer)).first
+
+
 @dataclass(frozen=True)
 class TrainingSteps:
     """The steps that a training will run: from its checkpoint to the last step.

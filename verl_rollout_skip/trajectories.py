@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl_rollout_skip.store.codec.batch import Batch
-    from verl_rollout_skip.store.store import LoadedEntry
+    from verl_rollout_skip.store.loaded import LoadedEntry
 
     Rows = Sequence[torch.Tensor] | torch.Tensor
 

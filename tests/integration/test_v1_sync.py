@@ -17,6 +17,7 @@ from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from tests.batches import rollout_input, rollout_output
+from tests.loaded_ahead import damage, wait_for_prefetch
 from tests.v1_trainings import (
     PROMPTS,
     SAMPLES,
@@ -109,6 +110,24 @@ def test_a_recorded_training_is_loaded_in_its_row_order_and_nothing_is_generated
     assert again.left_over == []
     assert hits(again) == STEPS
     assert "3 loaded" in again.rollout_skip.summary()
+
+
+class Starting(SyncTrainer):
+    """A training whose first rollout can no longer be read when its workers have started."""
+
+    def _setup(self) -> None:
+        super()._setup()
+        wait_for_prefetch()
+        (source,) = self.rollout_skip.sources
+        damage(Path(source.folder), step=1)
+
+
+def test_the_first_rollout_is_in_memory_before_the_first_step_asks_for_it(
+    after_recording: Trainings, recorded: Any
+) -> None:
+    again = after_recording.train("replay", "+rollout_skip.on_mismatch=reuse", kind=Starting)
+    assert again.trained == recorded.trained
+    assert hits(again) == STEPS
 
 
 class OwnFit(SyncTrainer):

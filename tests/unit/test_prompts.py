@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from tests.batches import data_proto, rollout_input, rollout_output
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.prompts import adopt_uids, sampling_of, shallow_copy, why_not_same
-from verl_rollout_skip.store.store import LoadedEntry
+from verl_rollout_skip.store.loaded import LoadedEntry
 
 K = RolloutKey(1)
 

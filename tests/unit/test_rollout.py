@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import shutil
@@ -16,11 +17,20 @@ import pytest
 import torch
 
 from tests.batches import assert_same_batch, data_proto, rollout_output
+from tests.loaded_ahead import damage, wait_for_prefetch
 from tests.trainings import Engine, Training, contents, inputs_of, never, without_timings
 from verl_rollout_skip import RolloutKey, RolloutStore
-from verl_rollout_skip.errors import DiskLimitError, DumpError, EntryExistsError, EntryNotFoundError, MismatchError
+from verl_rollout_skip.errors import (
+    CorruptEntryError,
+    DiskLimitError,
+    DumpError,
+    EntryExistsError,
+    EntryNotFoundError,
+    MismatchError,
+)
 from verl_rollout_skip.manifest import Manifest
 from verl_rollout_skip.rollout import RolloutSkip
+from verl_rollout_skip.store.loaded import LoadedEntry
 from verl_rollout_skip.store.storage.local import LocalStorage
 
 K1, K2, K3, K4 = (RolloutKey(step) for step in range(1, 5))
@@ -410,16 +420,92 @@ def test_a_taken_key_is_told_in_the_summary(training: Training) -> None:
     assert "1 not dumped: another rollout has their key (mode refresh replaces it)" in skip.summary()
 
 
-def test_the_next_step_is_loaded_ahead(training: Training, monkeypatch: Any) -> None:
-    training.record(K1, RolloutKey(1, 1), K2)
-    asked = []
-    monkeypatch.setattr(RolloutStore, "prefetch", lambda self, key: asked.append((key.step, key.gen_batch)))
-    with training.open("replay") as replay:
-        for key in (K1, RolloutKey(1, 1), K2):
-            replay.step(key, inputs_of(key), never)
+def held_entries() -> int:
+    """How many entries are in memory."""
+    gc.collect()
+    return sum(type(held) is LoadedEntry for held in gc.get_objects())
+
+
+@pytest.mark.parametrize("prompts", ["check", "recorded"])
+def test_every_rollout_is_loaded_ahead_also_the_first_one(training: Training, prompts: str) -> None:
+    """Files that are damaged when their rollout is asked for: it comes from memory."""
+    keys = [K1, RolloutKey(1, 1), K2]
+    training.record(*keys)
+    with training.open("replay", {"prompts": prompts}) as replay:
+        replay.prefetch_first()
+        for key in keys:
+            wait_for_prefetch()
+            damage(training.variants()[0], key.step, key.gen_batch)
+            assert replay.step(key, inputs_of(key), never).hit, "loaded before it was asked for"
+
+
+def test_repeated_steps_are_loaded_ahead(training: Training) -> None:
+    training.record(K1, K2)
     with training.open("repeat") as repeat:
-        repeat.step(K2, inputs_of(K2), never)
-    assert asked == [(1, 1), (2, 0), (1, 0)]
+        repeat.prefetch_first(3)
+        wait_for_prefetch()
+        damage(training.variants()[0], 1)
+        assert repeat.step(K3, inputs_of(K3), never).hit
+        wait_for_prefetch()
+        damage(training.variants()[0], 2)
+        assert repeat.step(K4, inputs_of(K4), never).hit
+
+
+def test_steps_that_are_not_selected_are_not_loaded_ahead(training: Training) -> None:
+    training.record(K1, K2, K3, K4)
+    with training.open("cache", {"steps": "2,4"}) as cache:
+        cache.prefetch_first()
+        wait_for_prefetch()
+        damage(training.variants()[0], 2)
+        assert not cache.step(K1, inputs_of(K1), Engine()).hit
+        assert cache.step(K2, inputs_of(K2), never).hit
+        wait_for_prefetch()
+        damage(training.variants()[0], 4)
+        assert not cache.step(K3, inputs_of(K3), Engine()).hit
+        assert cache.step(K4, inputs_of(K4), never).hit
+
+
+def test_what_was_loaded_ahead_in_vain_is_let_go(training: Training) -> None:
+    """A loop that goes on at another step than it said, and finds nothing recorded there."""
+    training.record(K1, K3)
+    with training.open("cache") as cache:
+        assert held_entries() == 0
+        cache.prefetch_first()
+        wait_for_prefetch()
+        assert held_entries() == 1
+        assert not cache.step(K4, inputs_of(K4), Engine()).hit
+        assert held_entries() == 0
+    with training.open("cache") as cache:
+        cache.prefetch_first()
+        assert cache.step(K1, inputs_of(K1), never).hit
+        assert not cache.step(K2, inputs_of(K2), Engine()).hit
+        wait_for_prefetch()
+        assert held_entries() == 1, "the next one that is recorded"
+    assert held_entries() == 0
+
+
+@pytest.mark.parametrize("mode", ["replay", "cache"])
+def test_an_error_of_loading_ahead_shows_when_the_rollout_is_asked_for(training: Training, mode: str) -> None:
+    training.record(K1)
+    damage(training.variants()[0], 1)
+    engine = Engine()
+    with training.open(mode) as skip:
+        skip.prefetch_first()
+        wait_for_prefetch()
+        if mode == "replay":
+            with pytest.raises(CorruptEntryError):
+                skip.step(K1, inputs_of(K1), never)
+        else:
+            assert not skip.step(K1, inputs_of(K1), engine).hit
+            assert "was unreadable and is kept as" in skip.summary()
+
+
+def test_another_process_s_commit_after_a_failed_prefetch_is_a_hit(training: Training) -> None:
+    training.record(K2)
+    with training.open("cache") as cache:
+        cache.prefetch_first()
+        training.record(K1)
+        assert cache.step(K1, inputs_of(K1), never).hit
 
 
 def test_two_trainings_record_into_one_folder_at_once(training: Training) -> None:
@@ -516,6 +602,7 @@ def test_a_loop_of_which_no_step_is_selected_says_so_at_its_end(
 FORGETFUL = """
 import sys, time
 from pathlib import Path
+from tests.loaded_ahead import damage, wait_for_prefetch
 from tests.trainings import Engine, Training, inputs_of
 from verl_rollout_skip import RolloutKey, RolloutStore
 

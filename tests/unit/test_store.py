@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from verl import DataProto
 
 from tests.batches import assert_same_batch, rollout_input, rollout_output
+from tests.loaded_ahead import wait_for_prefetch
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import (
     CorruptEntryError,
@@ -32,6 +33,7 @@ from verl_rollout_skip.errors import (
     StoreError,
     UnsupportedBatchError,
 )
+from verl_rollout_skip.store.codec.decoder import Reader
 from verl_rollout_skip.store.storage.local import LocalStorage
 
 K = RolloutKey(1)
@@ -46,12 +48,6 @@ def damage(store: RolloutStore, key: RolloutKey = K) -> Path:
     path = Path(store.path) / f"step_{key.step:06d}" / f"gen_{key.gen_batch:03d}.parquet"
     path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
     return path
-
-
-def wait_for_prefetch() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "rollout-skip-prefetch":
-            thread.join(20)
 
 
 def test_a_store_that_was_never_written_to_is_empty_and_makes_no_folder(tmp_path: Path) -> None:
@@ -376,6 +372,45 @@ def test_a_prefetched_entry_comes_from_memory(store: RolloutStore) -> None:
     assert_same_batch(rollout_output(4, seed=1), store.get(K))
     with pytest.raises(CorruptEntryError):
         store.get(K)
+
+
+def test_everything_that_will_be_asked_for_is_done_ahead(store: RolloutStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(K, rollout_output(4, seed=1), inputs=rollout_input(4))
+    expected = store.load(K).prompt_digests()
+    store.prefetch(K, inputs=True)
+    wait_for_prefetch()
+    for method in ("output", "input", "prompt_digests"):
+        monkeypatch.delattr(Reader, method)
+    entry = store.load(K)
+    assert_same_batch(rollout_output(4, seed=1), entry.batch())
+    assert_same_batch(rollout_input(4), entry.inputs())
+    assert entry.prompt_digests() == expected
+
+
+def test_each_batch_of_an_entry_can_be_changed_without_the_others(store: RolloutStore) -> None:
+    """The one that was made ahead too: columns are added to it and taken out."""
+    store.put(K, rollout_output(4), inputs=rollout_input(4))
+    store.prefetch(K, inputs=True)
+    entry = store.load(K)
+    for present in (entry.batch, entry.inputs):
+        first = present()
+        first.non_tensor_batch.clear()
+        first.meta_info.clear()
+    assert_same_batch(rollout_output(4), entry.batch())
+    assert_same_batch(rollout_input(4), entry.inputs())
+
+
+def test_a_process_that_ends_waits_for_what_is_loaded_ahead() -> None:
+    """Python ends a thread that comes back from Arrow during shutdown, which may abort the process."""
+    program = """
+import sys, time
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.store.prefetch import Prefetcher
+Prefetcher().start(RolloutKey(1), lambda: (time.sleep(0.5), print("loaded")))
+sys.exit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "loaded\n", "")
 
 
 def test_prefetching_a_missing_or_damaged_entry_raises_at_get(store: RolloutStore) -> None:

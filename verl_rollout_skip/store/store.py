@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -25,9 +24,9 @@ from verl_rollout_skip.errors import (
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size, parse_size
 from verl_rollout_skip.store import codec, commit, names
-from verl_rollout_skip.store.codec.batch import Batch, BatchKind, unflatten
-from verl_rollout_skip.store.codec.decoder import damage_is_corruption
+from verl_rollout_skip.store.codec.batch import BatchKind
 from verl_rollout_skip.store.codec.snapshot import Copy
+from verl_rollout_skip.store.loaded import LoadedEntry
 from verl_rollout_skip.store.prefetch import Prefetcher
 from verl_rollout_skip.store.record import MAX_RECORD_BYTES, EntryRecord, record_bytes
 from verl_rollout_skip.store.storage import FileInfo, Storage
@@ -79,7 +78,7 @@ class RolloutStore:
         self._copy = Copy.CHEAP
         self._writer = BackgroundWriter(parse_size(max_pending_bytes, "max_pending_bytes"))
         weakref.finalize(self, self._writer.stop)
-        self._prefetcher: Prefetcher[LoadedEntry] = Prefetcher(self._load_ahead)
+        self._prefetcher: Prefetcher[LoadedEntry] = Prefetcher()
         self._usage = _DiskUsage(self._storage, None if max_disk is None else parse_size(max_disk, "max_disk"))
         self._max_load_bytes = None if max_load_bytes is None else parse_size(max_load_bytes, "max_load_bytes")
 
@@ -139,12 +138,16 @@ class RolloutStore:
         """An entry whose bytes are in memory and checked: batch, input and record from one read."""
         return self._prefetcher.take(key) or self._load(key)
 
-    def prefetch(self, key: RolloutKey) -> None:
-        """Start to load an entry in the background; the next ``get`` of this key then takes no time.
+    def prefetch(self, key: RolloutKey, *, inputs: bool = False) -> None:
+        """Start to load an entry in the background; the next ``get`` or ``load`` of this key then takes no time.
 
-        One entry is held at most. An error shows at ``get``.
+        ``inputs``: the recorded input will be asked for too. One entry is held at most. An error shows at ``get``.
         """
-        self._prefetcher.start(key)
+        self._prefetcher.start(key, lambda: self._load_ahead(key, inputs))
+
+    def drop_prefetched(self) -> None:
+        """Let go of what was prefetched, if it is not wanted any more."""
+        self._prefetcher.drop()
 
     def record(self, key: RolloutKey) -> EntryRecord:
         """What is known of an entry without opening it: rows, tokens, size, mean score, ``info`` …"""
@@ -269,9 +272,9 @@ class RolloutStore:
         committed = commit.load(self._storage, key, self._load_limit())
         return LoadedEntry(committed.record, self._open(key, committed))
 
-    def _load_ahead(self, key: RolloutKey) -> LoadedEntry:
+    def _load_ahead(self, key: RolloutKey, inputs: bool) -> LoadedEntry:
         entry = self._load(key)
-        entry.decode()
+        entry.prepare(inputs)
         return entry
 
     def _open(self, key: RolloutKey, committed: commit.Committed) -> codec.Reader:
@@ -286,38 +289,6 @@ class RolloutStore:
 
     def _load_limit(self) -> int:
         return _free_memory() if self._max_load_bytes is None else self._max_load_bytes
-
-
-class LoadedEntry:
-    """One recorded rollout in memory: its bytes were found to be those that were committed."""
-
-    def __init__(self, record: EntryRecord, reader: codec.Reader) -> None:
-        self.record = record
-        self._reader = reader
-        self._decoded: Batch | None = None
-
-    def decode(self) -> Batch:
-        """Decode the batch now rather than when it is asked for."""
-        if self._decoded is None:
-            self._decoded = self._reader.output()
-        return self._decoded
-
-    def batch(self, kind: BatchKind | str | None = None) -> Any:
-        """The recorded batch. Each call gives the same tensors, not a copy."""
-        return _present(self.decode(), kind)
-
-    def inputs(self, kind: BatchKind | str | None = None) -> Any:
-        """The recorded input of the rollout step, or None if it was put without."""
-        return _present(self._reader.input(), kind) if self._reader.has_input else None
-
-    @property
-    def input_kind(self) -> BatchKind | None:
-        """What the input was, without decoding it; None if the batch was put without."""
-        return self._reader.input_kind
-
-    def prompt_digests(self) -> list[str] | None:
-        """One digest for each row of the input (see ``codec.prompt_digests``), or None if it was put without."""
-        return self._reader.prompt_digests() if self._reader.has_input else None
 
 
 class _DiskUsage:
@@ -356,14 +327,6 @@ class _DiskUsage:
 
 def _reopen(path: str, arguments: dict[str, Any]) -> RolloutStore:
     return RolloutStore(path, **arguments)
-
-
-def _present(batch: Batch, kind: BatchKind | str | None) -> Any:
-    wanted = None if kind is None else BatchKind(kind)
-    if wanted is None and batch.kind is BatchKind.DATAPROTO and importlib.util.find_spec("verl") is None:
-        wanted = BatchKind.TENSORDICT
-    with damage_is_corruption():
-        return unflatten(batch, wanted)
 
 
 def _json_copy(info: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode, Reward
 from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.samples import SampleLog
-from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint
+from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint, first_step
 from verl_rollout_skip.trainers.fit import FollowedFit, follow_class, warn_outside_fit
 from verl_rollout_skip.trainers.v0.compat import Seam, find_seam
 from verl_rollout_skip.trainers.v0.driver_batch import DriverBatch
@@ -64,6 +64,8 @@ class RolloutSkipMixin(FollowedFit):
         self._gen_batches = 0
         self._loading = False
         self._has_begun = False
+        if self.rollout_skip.settings.mode.reads:
+            self.rollout_skip.prefetch_first(first_step(config.trainer))
         config = self._configure(config)
         if "config" in kwargs:
             kwargs["config"] = config

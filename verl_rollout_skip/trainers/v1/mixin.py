@@ -28,8 +28,8 @@ from verl_rollout_skip.outcome import Rollout
 from verl_rollout_skip.prompts import UID, OtherInput, row_difference
 from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.samples import SampleLog
-from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint
-from verl_rollout_skip.store.store import LoadedEntry
+from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint, first_step
+from verl_rollout_skip.store.loaded import LoadedEntry
 from verl_rollout_skip.trainers.fit import FollowedFit, follow_class, warn_outside_fit
 from verl_rollout_skip.trainers.v1 import asynchronous, reward, sampled
 from verl_rollout_skip.trainers.v1.compat import SYNC, base_mode, check_bases, check_fit
@@ -91,6 +91,8 @@ class RolloutSkipMixin(FollowedFit):
             remove_engine(config, self.rollout_skip.settings.loads_rewards)
         if self.rollout_skip.settings.mode is Mode.REPLAY:
             asynchronous.keep_roles(config)
+        if self.rollout_skip.settings.mode.reads:
+            self.rollout_skip.prefetch_first(first_step(config.trainer))
         super().__init__(config)  # type: ignore[call-arg]
 
     @property

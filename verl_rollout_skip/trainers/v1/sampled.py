@@ -20,7 +20,7 @@ from verl_rollout_skip.errors import QueueError, UnsupportedBatchError
 from verl_rollout_skip.prompts import UID, OtherInput
 from verl_rollout_skip.store.codec import cells
 from verl_rollout_skip.store.codec.batch import BatchKind
-from verl_rollout_skip.store.store import LoadedEntry
+from verl_rollout_skip.store.loaded import LoadedEntry
 
 PARTITION = "train"
 

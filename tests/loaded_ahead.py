@@ -1,0 +1,21 @@
+"""Telling what was loaded ahead from what is read when it is asked for: the files are damaged in between."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+
+def wait_for_prefetch() -> None:
+    """Return when nothing is being loaded ahead."""
+    for thread in threading.enumerate():
+        if thread.name == "rollout-skip-prefetch":
+            thread.join(20)
+
+
+def damage(variant: Path, step: int, gen_batch: int = 0) -> None:
+    """Whoever reads the files of this rollout from now on notices."""
+    parts = list((variant / f"step_{step:06d}").glob(f"gen_{gen_batch:03d}*.parquet"))
+    assert parts
+    for part in parts:
+        part.write_bytes(part.read_bytes()[:-9] + b"x" * 9)
