@@ -6,22 +6,23 @@ not give is None, never a guess; where a number rests on a convention, the conve
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from verl_rollout_skip.entries import Entries
-from verl_rollout_skip.entry_columns import EntryColumns
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import Manifest
-from verl_rollout_skip.store.record import EntryRecord
-
-if TYPE_CHECKING:
-    from verl_rollout_skip.store.store import RolloutStore
+from verl_rollout_skip.store.reader import (
+    PROMPT_DIGEST,
+    PROMPT_LENGTH,
+    RESPONSE_LENGTH,
+    SCORE,
+    EntryReader,
+    EntryRecord,
+)
 
 ACCURACY = "acc"
 _EXTRA_FIELDS = "extra_fields"
@@ -138,36 +139,23 @@ class StepStatistics:
     created_at: str
 
 
-def step_columns(source: Entries | RolloutStore, key: RolloutKey) -> StepColumns:
+def step_columns(entry: EntryReader) -> StepColumns:
     """Read the columns that statistics are made of."""
-    return columns_of(Entries.of(source).columns(key))
-
-
-def step_statistics(
-    source: Entries | RolloutStore, key: RolloutKey, response_limit: int | None = None
-) -> StepStatistics:
-    """The statistics of one step; ``response_limit`` is what ``configured_limit`` finds in the manifest."""
-    return summarise(step_columns(source, key), response_limit)
-
-
-def columns_of(entry: EntryColumns) -> StepColumns:
-    """The same for an entry that is open."""
-    digests = entry.texts("skip__prompt_digest")
-    scores = entry.numbers("skip__score")
-    spans = entry.description["output"].get("spans")
+    digests = entry.texts(PROMPT_DIGEST)
+    scores = entry.numbers(SCORE)
     return StepColumns(
         record=entry.record,
-        prompt_lengths=entry.numbers("skip__prompt_length"),
-        response_lengths=entry.numbers("skip__response_length"),
+        prompt_lengths=entry.numbers(PROMPT_LENGTH),
+        response_lengths=entry.numbers(RESPONSE_LENGTH),
         scores=None if scores is None else scores.astype(np.float64),
         groups=None if digests is None else _numbered(digests),
         accuracies=_accuracies(entry),
-        response_width=None if spans is None else int(spans[1]),
+        response_width=entry.response_width,
     )
 
 
-def summarise(columns: StepColumns, response_limit: int | None = None) -> StepStatistics:
-    """Statistics from columns that were read."""
+def step_statistics(columns: StepColumns, response_limit: int | None = None) -> StepStatistics:
+    """The statistics of one step; ``response_limit`` is what ``configured_limit`` finds in the manifest."""
     record, passed = columns.record, columns.passed
     return StepStatistics(
         key=record.key,
@@ -214,35 +202,17 @@ def _numbered(digests: list[str]) -> np.ndarray:
     return np.array([first.setdefault(digest, len(first)) for digest in digests], np.int64)
 
 
-def _accuracies(entry: EntryColumns) -> np.ndarray | None:
-    """The reward extra ``acc``: a column of numbers, or of Python numbers and truth values."""
-    item = entry.place(ACCURACY)
-    if item is None:
-        return _nested_accuracies(entry)
-    if item.get("form", "dense") != "dense" or item.get("cells") in ("text", "json"):
+def _accuracies(entry: EntryReader) -> np.ndarray | None:
+    """The reward extra ``acc``; verl's V1 trainers have it in a dict among the extra fields of each trajectory."""
+    cells: list[Any] | None = entry.cells(ACCURACY)
+    if cells is None:
+        try:
+            cells = [fields["reward_extra_info"][ACCURACY] for fields in entry.cells(_EXTRA_FIELDS) or ()]
+        except (TypeError, KeyError):
+            return None
+    if not cells or not all(isinstance(cell, int | float | np.number | np.bool_) for cell in cells):
         return None
-    found = entry.numbers(item["column"])
-    return None if found is None or found.ndim != 1 else found.astype(np.float64)
-
-
-def _nested_accuracies(entry: EntryColumns) -> np.ndarray | None:
-    """The same where verl's V1 trainers have it: in a dict among the extra fields of each trajectory."""
-    item = entry.place(_EXTRA_FIELDS)
-    texts = entry.texts(item["column"]) if item is not None and item.get("cells") == "json" else None
-    if not texts:
-        return None
-    try:
-        found = [_number(json.loads(text)["reward_extra_info"][ACCURACY]) for text in texts]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return None if None in found else np.array(found, np.float64)
-
-
-def _number(value: Any) -> float | None:
-    """A number as a cell of JSON has it: plain, or a scalar of numpy (see docs/format.md)."""
-    if isinstance(value, dict) and value.get("$type") == "numpy":
-        value = np.frombuffer(bytes.fromhex(value["hex"]), value["dtype"])[0]
-    return float(value) if isinstance(value, int | float | np.number | np.bool_) else None
+    return np.array(cells, np.float64)
 
 
 def _score_statistics(scores: np.ndarray | None) -> ScoreStatistics | None:

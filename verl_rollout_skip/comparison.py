@@ -6,7 +6,6 @@ order of the prompts is told from other prompts. Nothing is decoded that is not 
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from verl_rollout_skip.entry_columns import EntryColumns
 from verl_rollout_skip.fingerprint import difference
 from verl_rollout_skip.layout import layout_difference
 from verl_rollout_skip.manifest import Manifest
+from verl_rollout_skip.store.reader import PROMPT_DIGEST, RESPONSE_LENGTH, SCORE, EntryReader
 
-_UNCOMPARED = ("uid", "in__uid", "skip__prompt_digest")
+_UNCOMPARED = ("uid", "in__uid", PROMPT_DIGEST)
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def compare_settings(a: Manifest, b: Manifest) -> SettingsDifference:
     )
 
 
-def compare_entries(a: EntryColumns, b: EntryColumns) -> EntryDifference:
+def compare_entries(a: EntryReader, b: EntryReader) -> EntryDifference:
     """Compare two entries. Equal digests of their content need no further look."""
     if a.record.content == b.record.content:
         return EntryDifference(True, a.record.rows, b.record.rows)
@@ -129,9 +128,9 @@ def compare_entries(a: EntryColumns, b: EntryColumns) -> EntryDifference:
         rows_a=a.record.rows,
         rows_b=b.record.rows,
         prompts=prompts,
-        responses=_response_difference(_tokens(a, "responses"), _tokens(b, "responses"), pairs),
-        score=_shift(a.numbers("skip__score"), b.numbers("skip__score"), pairs),
-        length=_shift(a.numbers("skip__response_length"), b.numbers("skip__response_length"), pairs),
+        responses=_response_difference(a.tokens("responses"), b.tokens("responses"), pairs),
+        score=_shift(a.numbers(SCORE), b.numbers(SCORE), pairs),
+        length=_shift(a.numbers(RESPONSE_LENGTH), b.numbers(RESPONSE_LENGTH), pairs),
         columns=_other_columns(a, b) if in_order else None,
     )
 
@@ -139,21 +138,11 @@ def compare_entries(a: EntryColumns, b: EntryColumns) -> EntryDifference:
 _Rows = list[np.ndarray]
 
 
-def _tokens(entry: EntryColumns, name: str) -> _Rows | None:
-    """The tokens of each row, None if they are not stored as a list."""
-    item = entry.place(name)
-    found = None if item is None else entry.lists(item["column"])
-    if found is None:
-        return None
-    values, offsets = found
-    return [values[start:end] for start, end in itertools.pairwise(offsets)]
-
-
-def _prompts(entry: EntryColumns) -> list[str] | None:
+def _prompts(entry: EntryReader) -> list[str] | None:
     """One text a row that is equal for equal prompts."""
-    tokens = _tokens(entry, "prompts")
+    tokens = entry.tokens("prompts")
     if tokens is None:
-        return entry.texts("skip__prompt_digest")
+        return entry.texts(PROMPT_DIGEST)
     return [xxhash.xxh3_128(row.astype(np.int64).tobytes()).hexdigest() for row in tokens]
 
 
@@ -165,9 +154,9 @@ def _pair(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _prompt_difference(
-    a: EntryColumns, b: EntryColumns, prompts_a: list[str], prompts_b: list[str], pairs: list[tuple[int, int]]
+    a: EntryReader, b: EntryReader, prompts_a: list[str], prompts_b: list[str], pairs: list[tuple[int, int]]
 ) -> PromptDifference:
-    digests_a, digests_b = a.texts("skip__prompt_digest"), b.texts("skip__prompt_digest")
+    digests_a, digests_b = a.texts(PROMPT_DIGEST), b.texts(PROMPT_DIGEST)
     other = None
     if digests_a is not None and digests_b is not None:
         other = sum(digests_a[one] != digests_b[two] for one, two in pairs)
@@ -218,7 +207,7 @@ def _shift(a: np.ndarray | None, b: np.ndarray | None, pairs: list[tuple[int, in
     return Shift(float(ours.mean()), float(theirs.mean()), int(changed.sum()))
 
 
-def _other_columns(a: EntryColumns, b: EntryColumns) -> list[str]:
+def _other_columns(a: EntryReader, b: EntryReader) -> list[str]:
     """The names of the columns that differ or that only one side has."""
     found = []
     for name in sorted(a.names | b.names):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,17 @@ def parse_steps(value: Any, key: str) -> Steps:
     if not ranges:
         raise ConfigError(f'{key} is empty, so no step would be recorded or replayed. Use "all" or list some steps.')
     return Steps(tuple(ranges))
+
+
+def describe_steps(steps: Iterable[int]) -> str:
+    """Steps in ranges: ``1-3, 7``."""
+    ranges: list[tuple[int, int]] = []
+    for step in sorted(steps):
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], step)
+        else:
+            ranges.append((step, step))
+    return str(Steps(tuple(ranges)))
 
 
 def _block(config: DictConfig) -> dict[str, Any]:

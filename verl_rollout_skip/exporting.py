@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -17,7 +16,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -25,7 +23,7 @@ from verl_rollout_skip.decoding import TextDecoder
 from verl_rollout_skip.errors import StoreError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.new_files import new_file, put_folder
-from verl_rollout_skip.trajectories import Trajectory
+from verl_rollout_skip.trajectories import Trajectory, json_value
 
 Rollouts = Iterable[tuple[RolloutKey, Iterable[Trajectory]]]
 """Entries in key order."""
@@ -181,15 +179,4 @@ def _text(decoder: TextDecoder, tokens: list[int] | None) -> str | None:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(_plain(value), ensure_ascii=False, default=str)
-
-
-def _plain(value: Any) -> Any:
-    """Convert numpy values to Python; NaN and infinities become null, because JSON cannot represent them."""
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    return json.dumps(json_value(value), ensure_ascii=False, default=str)

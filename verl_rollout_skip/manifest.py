@@ -23,10 +23,8 @@ from verl_rollout_skip.errors import ManifestError, RolloutSkipError
 from verl_rollout_skip.fingerprint import Fingerprint, Flat, flat_hash, plain
 from verl_rollout_skip.layout import gpu_layout, host, versions
 from verl_rollout_skip.secrets import mask
-from verl_rollout_skip.store import names
-from verl_rollout_skip.store.record import EntryRecord
-from verl_rollout_skip.store.storage import HERE, Storage
-from verl_rollout_skip.store.storage.locations import open_storage
+from verl_rollout_skip.store.reader import EntryRecord, StoreReader
+from verl_rollout_skip.store.storage import HERE, Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +217,7 @@ def read_manifest(storage: Storage, folder: str = HERE) -> Manifest | None:
 def _where_to_look(folder: str) -> str:
     """What to do about a folder without a manifest."""
     storage = open_storage(folder)
-    if any(names.parse_folder(name) is not None for name in storage.folders()):
+    if StoreReader(storage).has_steps():
         advice = f"rollout-skip verify {shlex.quote(storage.where().rstrip('/'))}"
         return f"It has rollouts, so the manifest was deleted, or not copied with them; {advice} says what can be done."
     text = "Give the path of a manifest, or of the folder with the dumps: DUMP_DIR/RUN_NAME/VARIANT."
@@ -239,7 +237,7 @@ def list_variants(run_folder: str, besides: str = "") -> dict[str, Manifest]:
             manifest = read_manifest(storage, folder)
             if manifest is not None:
                 found[folder] = manifest
-            elif any(names.parse_folder(name) is not None for name in open_storage(storage.where(folder)).folders()):
+            elif StoreReader.at(storage.where(folder)).has_steps():
                 where = storage.where(folder)
                 advice = f"rollout-skip verify {shlex.quote(where)}"
                 logger.warning("left out: %s has rollouts and no %s; %s says what can be done", where, NAME, advice)

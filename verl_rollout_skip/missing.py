@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from verl_rollout_skip.config import BLOCK, parse_steps
-from verl_rollout_skip.entries import describe_steps
+from verl_rollout_skip.config import BLOCK, describe_steps, parse_steps
 from verl_rollout_skip.errors import UnsafePathError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.modes import Mode
-from verl_rollout_skip.store import names
-from verl_rollout_skip.store.storage.locations import open_storage
+from verl_rollout_skip.store.reader import StoreReader
 from verl_rollout_skip.variants import Source
 
 
@@ -67,7 +65,8 @@ def _likely_cause(step: int, sources: Sequence[Source]) -> str:
     key = RolloutKey(step)
     for source in sources:
         try:
-            open_storage(source.folder).info(names.folder_name(key), names.data_name(key))
+            if key in StoreReader.at(source.folder):
+                continue
         except UnsafePathError as error:
             return str(error)
         trainer, block = (source.manifest.config.get(name) or {} for name in ("trainer", BLOCK))

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from verl_rollout_skip.config import BLOCK, argument, is_run_name
 from verl_rollout_skip.errors import ConfigError, RolloutSkipError
 from verl_rollout_skip.manifest import NAME, Manifest, list_variants, read_manifest, variant_name
-from verl_rollout_skip.store.storage import HERE
-from verl_rollout_skip.store.storage.locations import join, open_storage
+from verl_rollout_skip.store.storage import HERE, join, open_storage
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from datetime import datetime, timezone
 
 from verl_rollout_skip import pins
 from verl_rollout_skip.config import Steps
-from verl_rollout_skip.entries import Entries, Unreadable
 from verl_rollout_skip.errors import EntryNotFoundError, ManifestError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME as MANIFEST
 from verl_rollout_skip.manifest import TRAININGS, read_manifest
 from verl_rollout_skip.store import commit, names
+from verl_rollout_skip.store.reader import StoreReader, Unreadable
 from verl_rollout_skip.store.storage import HERE, FileInfo, Storage
 from verl_rollout_skip.store.storage.local import LocalStorage
 from verl_rollout_skip.tokenizer import FOLDER as TOKENIZER
@@ -106,7 +106,7 @@ def parse_age(text: str) -> float:
 
 def look_at(path: str, run_path: str, storage: Storage) -> VariantPlan:
     """A variant and all its steps, nothing of it to go yet."""
-    held = _held(Entries(storage))
+    held = _held(StoreReader(storage))
     recorded = max((step.recorded for step in held), default=None)
     return VariantPlan(path, run_path, storage, held, _begun(storage) if recorded is None else recorded)
 
@@ -172,7 +172,7 @@ def carry_out(plan: VariantPlan, done: Callable[[], None] = lambda: None) -> Sta
     return stayed
 
 
-def _held(entries: Entries) -> list[RecordedStep]:
+def _held(entries: StoreReader) -> list[RecordedStep]:
     recorded: dict[int, float] = {}
     for found in entries.records():
         step = found.key.step
@@ -265,7 +265,7 @@ def _pinned_steps(variant: VariantPlan, found: Sequence[pins.Pin]) -> list[Recor
 def _new_since(storage: Storage) -> list[str]:
     """Why a variant whose planned steps were removed must stay: pins, entries and writers that have come meanwhile."""
     reasons = [f"{pin} was pinned meanwhile" for pin in pins.read_pins(storage)]
-    reasons += [f"{key} was recorded meanwhile" for key in Entries(storage)]
+    reasons += [f"{key} was recorded meanwhile" for key in StoreReader(storage)]
     if any(not commit.is_leftover(storage, folder, file, _LEFTOVER_S) for folder, file in _temporary(storage)):
         reasons.append("something is being written into it")
     return reasons

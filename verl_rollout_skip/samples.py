@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from verl_rollout_skip.trajectories import row_tokens, rows_of
+if TYPE_CHECKING:
+    import torch
+
+    Rows = Sequence[torch.Tensor] | torch.Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +120,26 @@ def _cell(value: Any) -> str:
 
 def _samples(batch: Any, tokenizer: Any, count: int) -> Iterator[Sample]:
     tensors = getattr(batch, "batch", batch)
-    prompts, responses = rows_of(tensors["prompts"]), rows_of(tensors["responses"])
+    prompts, responses = _rows(tensors["prompts"]), _rows(tensors["responses"])
     mask, scores = tensors.get("attention_mask", None), tensors.get("rm_scores", None)
     rows = len(prompts)
     shown = min(count, rows)
     for row in (number * rows // shown for number in range(shown)):
-        prompt = row_tokens(prompts, mask, row, is_prompt=True)
-        response = row_tokens(responses, mask, row, is_prompt=False)
+        prompt = _row_tokens(prompts, mask, row, is_prompt=True)
+        response = _row_tokens(responses, mask, row, is_prompt=False)
         score = None if scores is None else float(scores[row].sum())
         yield Sample(tokenizer.decode(prompt), tokenizer.decode(response), score)
+
+
+def _rows(tensor: torch.Tensor) -> Rows:
+    """The rows of a padded tensor, or of a jagged one."""
+    return tensor.unbind() if tensor.is_nested else tensor
+
+
+def _row_tokens(tokens: Rows, mask: Rows | None, row: int, is_prompt: bool) -> list[int]:
+    """The tokens of one row without padding, if the attention mask tells; those of the prompt come first in it."""
+    ids = tokens[row]
+    if mask is not None and not isinstance(tokens, Sequence) and not isinstance(mask, Sequence):
+        valid = mask[row][: len(ids)] if is_prompt else mask[row][len(mask[row]) - len(ids) :]
+        ids = ids[valid.bool()]
+    return [int(token) for token in ids.tolist()]

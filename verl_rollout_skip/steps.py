@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from verl_rollout_skip.config import BLOCK
-from verl_rollout_skip.entries import describe_steps
+from verl_rollout_skip.config import BLOCK, describe_steps
 from verl_rollout_skip.errors import ConfigError, EntryExistsError, EntryNotFoundError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.missing import explain_steps, explain_taken, places

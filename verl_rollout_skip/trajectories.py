@@ -1,22 +1,18 @@
-"""Single trajectories of a loaded entry as people think of them: prompt, response, score, answer."""
+"""Single trajectories of an entry as people think of them: prompt, response, score, answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
 
-    from verl_rollout_skip.store.codec.batch import Batch
-    from verl_rollout_skip.store.loaded import LoadedEntry
-
-    Rows = Sequence[torch.Tensor] | torch.Tensor
+from verl_rollout_skip.store.reader import SCORE, EntryReader, Side
 
 _EXTRA_KEYS = "reward_extra_keys"
 _REQUEST = "request_id"
-_TENSORS = ("prompts", "responses", "rm_scores", "attention_mask")
 
 
 @dataclass(frozen=True)
@@ -38,30 +34,27 @@ class Trajectory:
         return self.reward_model.get("ground_truth") if isinstance(self.reward_model, dict) else None
 
 
-def read_trajectories(entry: LoadedEntry, rows: Iterable[int] | None = None) -> Iterator[Trajectory]:
+def read_trajectories(entry: EntryReader, rows: Iterable[int] | None = None) -> Iterator[Trajectory]:
     """The trajectories of these rows, or of all."""
-    from verl_rollout_skip.store.codec.batch import BatchKind, flatten
-
-    wanted = range(entry.record.rows) if rows is None else list(rows)
+    wanted = list(range(entry.record.rows) if rows is None else rows)
     if not wanted:
         return
-    batch = entry.decode()
-    given = entry.inputs(BatchKind.TENSORDICT)
-    inputs = None if given is None else flatten(given)
-    extras = [key for key in (batch.meta.get(_EXTRA_KEYS) or []) if _has_rows(batch, key)]
-    if _has_rows(batch, _REQUEST):
-        extras.append(_REQUEST)
-    prompts, responses, scores, mask = (_rows(batch, name) for name in _TENSORS)
-    for row in wanted:
+    prompts, responses = (_integers(entry, name) for name in ("prompts", "responses"))
+    scores = _scores(entry)
+    messages, reward_models, sources = (
+        _given(entry, name, wanted) for name in ("raw_prompt", "reward_model", "data_source")
+    )
+    extras = {name: entry.cells(name, wanted) for name in _reward_extras(entry)}
+    for place, row in enumerate(wanted):
         yield Trajectory(
             row=row,
-            prompt=None if prompts is None else row_tokens(prompts, mask, row, is_prompt=True),
-            response=None if responses is None else row_tokens(responses, mask, row, is_prompt=False),
-            score=None if scores is None else float(scores[row].double().sum()),
-            messages=_cell((inputs, batch), "raw_prompt", row),
-            reward_model=_cell((inputs, batch), "reward_model", row),
-            data_source=_cell((inputs, batch), "data_source", row),
-            reward_extra={key: _plain(batch.arrays[(key,)][row]) for key in dict.fromkeys(extras)},
+            prompt=None if prompts is None else prompts[row].tolist(),
+            response=None if responses is None else responses[row].tolist(),
+            score=None if scores is None else float(scores[row]),
+            messages=messages[place],
+            reward_model=reward_models[place],
+            data_source=sources[place],
+            reward_extra={name: _plain(found[place]) for name, found in extras.items() if found is not None},
         )
 
 
@@ -73,36 +66,45 @@ def conversation(messages: Any) -> str:
         return str(messages)
 
 
-def _has_rows(batch: Batch, key: Any) -> bool:
-    return isinstance(key, str) and (key,) in batch.arrays
+def json_value(value: Any, nonfinite: Callable[[float], Any] = lambda value: None) -> Any:
+    """A cell as JSON has it: values of numpy become those of Python, keys become text. JSON has no word for NaN and
+    infinities: ``nonfinite`` says what becomes of them, null by default."""
+    value = _plain(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else nonfinite(value)
+    if isinstance(value, dict):
+        return {str(key): json_value(item, nonfinite) for key, item in value.items()}
+    return [json_value(item, nonfinite) for item in value] if isinstance(value, list | tuple) else value
 
 
-def rows_of(tensor: torch.Tensor) -> Rows:
-    """The rows of a padded tensor, or of a jagged one."""
-    return tensor.unbind() if tensor.is_nested else tensor
+def _integers(entry: EntryReader, name: str) -> list[np.ndarray] | None:
+    found = entry.tokens(name)
+    return found if found and found[0].dtype.kind in "biu" else None
 
 
-def row_tokens(tokens: Rows, mask: Rows | None, row: int, is_prompt: bool) -> list[int]:
-    """The tokens of one row without padding, if the attention mask tells; those of the prompt come first in it."""
-    ids = tokens[row]
-    if mask is not None and not isinstance(tokens, Sequence) and not isinstance(mask, Sequence):
-        valid = mask[row][: len(ids)] if is_prompt else mask[row][len(mask[row]) - len(ids) :]
-        ids = ids[valid.bool()]
-    return [int(token) for token in ids.tolist()]
+def _scores(entry: EntryReader) -> np.ndarray | list[float] | None:
+    """The sums of the rewards; of rewards in half precision there is no column of sums."""
+    scores = entry.numbers(SCORE)
+    rewards = entry.tokens("rm_scores") if scores is None else None
+    if not rewards or rewards[0].dtype.kind != "f":
+        return scores
+    return [float(row.sum(dtype=np.float64)) for row in rewards]
 
 
-def _rows(batch: Batch, name: str) -> Rows | None:
-    tensor = batch.tensors.get((name,))
-    return None if tensor is None else rows_of(tensor)
+def _given(entry: EntryReader, name: str, rows: list[int]) -> list[Any]:
+    """The cells of the input, or of the output if the input was not recorded or does not have them."""
+    for side in (Side.INPUT, Side.OUTPUT):
+        found = entry.cells(name, rows, side)
+        if found is not None:
+            return found
+    return [None] * len(rows)
 
 
-def _cell(batches: Iterable[Batch | None], name: str, row: int) -> Any:
-    for batch in batches:
-        array = None if batch is None else batch.arrays.get((name,))
-        if array is not None:
-            return array[row]
-    return None
+def _reward_extras(entry: EntryReader) -> list[str]:
+    names = entry.meta().get(_EXTRA_KEYS)
+    listed = names if isinstance(names, list | tuple) else []
+    return list(dict.fromkeys(name for name in [*listed, _REQUEST] if isinstance(name, str)))
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

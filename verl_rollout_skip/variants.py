@@ -16,7 +16,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_rollout_skip.config import BLOCK, SkipConfig, run_name
-from verl_rollout_skip.entries import Entries, Unreadable
 from verl_rollout_skip.errors import ConfigError, EntryNotFoundError, ManifestError, MismatchError
 from verl_rollout_skip.fingerprint import Fingerprint, difference, make_fingerprint
 from verl_rollout_skip.layout import gpu_layout, layout_difference, versions
@@ -32,8 +31,8 @@ from verl_rollout_skip.manifest import (
 )
 from verl_rollout_skip.modes import Mode, OnMismatch, Prompts, Reward
 from verl_rollout_skip.neighbors import Neighbors, check_level, find_neighbors
-from verl_rollout_skip.store.storage import HERE
-from verl_rollout_skip.store.storage.locations import join, open_storage
+from verl_rollout_skip.store.reader import StoreReader, Unreadable
+from verl_rollout_skip.store.storage import HERE, join, open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ def own_source(folder: str, fingerprint: Fingerprint) -> Source | None:
 def _restored_source(folder: str, today: Manifest, settings: SkipConfig) -> Source | None:
     """Today's own variant without its manifest: usable only if every record proves that it has today's settings."""
     storage = open_storage(folder)
-    records = [found for found in Entries(storage).records() if not isinstance(found, Unreadable)]
+    records = [found for found in StoreReader(storage).records() if not isinstance(found, Unreadable)]
     if not records:
         return None
     restored = restore_manifest(storage, today, records)

@@ -14,6 +14,7 @@ import pytest
 from tests.driver.training import Trainings
 from verl_rollout_skip import RolloutKey
 from verl_rollout_skip.samples import NAME
+from verl_rollout_skip.store.reader import StoreReader
 from verl_rollout_skip.trajectories import read_trajectories
 
 STEPS = [1, 2, 3]
@@ -29,7 +30,7 @@ def rollouts_with_scores(trainings: Trainings) -> None:
 
 def expected_rows(trainings: Trainings, step: int) -> list[list[Any]]:
     """Prompt, response and score of every other of the eight recorded rows."""
-    found = read_trajectories(trainings.store.load(RolloutKey(step)), [0, 2, 4, 6])
+    found = read_trajectories(StoreReader.at(trainings.store.path).entry(RolloutKey(step)), [0, 2, 4, 6])
     decode = trainings.tokenizer.decode
     return [[decode(row.prompt), decode(row.response), row.score] for row in found]
 

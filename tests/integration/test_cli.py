@@ -421,8 +421,9 @@ def test_a_table_fits_a_terminal_whatever_the_folders_are_called_and_the_steps_a
     assert_fits(done.stdout.split("\nin ")[0])
 
 
-def test_ls_needs_no_torch(recorded: Training) -> None:
-    done = run_without_torch("ls", recorded.dumps)
+@pytest.mark.parametrize("command", ["ls", "show"])
+def test_it_needs_no_torch(recorded: Training, command: str) -> None:
+    done = run_without_torch(command, recorded.dumps if command == "ls" else recorded.variants()[0])
     assert done.returncode == 0, done.stderr
 
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models
 from verl import DataProto
 
 from tests.batches import objects, rollout_input, rollout_output
-from tests.cli_program import assert_one_line_error, run, run_as_nobody
+from tests.cli_program import assert_one_line_error, run, run_as_nobody, run_without_torch
 from tests.trainings import Training, contents
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main
@@ -120,6 +120,12 @@ def test_the_program_finds_the_recorded_tokenizer_and_says_what_it_wrote(recorde
     assert done.returncode == 0, done.stderr
     assert "24 trajectories of 3 entries as jsonl" in done.stdout
     assert sorted(contents(tmp_path / "texts")) == ["1.jsonl", "2.jsonl"]
+
+
+def test_it_needs_no_torch(recorded: Path, tmp_path: Path) -> None:
+    done = run_without_torch("export", recorded, "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert len(lines_of(tmp_path / "out" / "1.jsonl")) == 16
 
 
 def test_generation_batches_of_a_step_come_one_after_another(recorded: Path, tmp_path: Path, capsys: Any) -> None:

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tensordict import TensorDict
 from verl import DataProto
 
 from tests.arithmetic_run import conversation, encode, make_output, make_tokenizer, token_of_byte
 from tests.batches import data_proto, objects, rollout_input, rollout_output
 from verl_rollout_skip import RolloutKey, RolloutStore
-from verl_rollout_skip.entries import Entries
-from verl_rollout_skip.report.entry_view import EntryReader, EntryView, messages
-from verl_rollout_skip.report.rows import readable
+from verl_rollout_skip.report.entry_view import EntryView, EntryViews, messages
 from verl_rollout_skip.report.sampling import Sampling
 from verl_rollout_skip.report.tokens import PieceKind, TokenTexts
+from verl_rollout_skip.store.reader import StoreReader
 
 TOKENIZER = make_tokenizer()
 KEY = RolloutKey(3, 1)
@@ -29,11 +29,11 @@ def view(
 ) -> EntryView:
     """Record a batch and read it as the page does."""
     RolloutStore(folder, background=False).put(KEY, batch, inputs=inputs, info={"generate_s": 12.5}, replace=True)
-    return reader(folder, limit, **sampling).view(KEY, groups)
+    return views(folder, limit, **sampling).view(KEY, groups)
 
 
-def reader(folder: Path, limit: int | None = None, **sampling: Any) -> EntryReader:
-    return EntryReader(Entries.at(str(folder)), TokenTexts(TOKENIZER, "here"), Sampling(**sampling), limit)
+def views(folder: Path, limit: int | None = None, **sampling: Any) -> EntryViews:
+    return EntryViews(StoreReader.at(str(folder)), TokenTexts(TOKENIZER, "here"), Sampling(**sampling), limit)
 
 
 def text_of(found: EntryView, text: dict[str, Any]) -> str:
@@ -249,7 +249,7 @@ def test_a_damaged_entry_is_a_view_that_says_so(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    found = reader(tmp_path).view(KEY, 4)
+    found = views(tmp_path).view(KEY, 4)
     assert found.broken is not None
     assert "step 3, generation batch 1 is damaged" in found.broken
     assert found.json == {"step": 3, "gen_batch": 1, "broken": found.broken, "groups": []}
@@ -260,14 +260,14 @@ def test_more_groups_go_on_where_the_sample_ended_and_a_whole_group_has_all_resp
     batch = encode(TOKENIZER, inputs, texts, scores)
     sample = view(tmp_path, batch, inputs, groups=4)
     shown = {group["number"] for group in sample.json["groups"]}
-    more = reader(tmp_path).more_groups(KEY, 4, 6)
+    more = views(tmp_path).more_groups(KEY, 4, 6)
     after = {group["number"] for group in more["groups"]}
-    rest = {group["number"] for group in reader(tmp_path).more_groups(KEY, 10, 6)["groups"]}
+    rest = {group["number"] for group in views(tmp_path).more_groups(KEY, 10, 6)["groups"]}
     assert (len(shown), len(after), len(rest)) == (4, 6, 2)
     assert shown | after | rest == set(range(12))
-    [whole] = reader(tmp_path).whole_group(KEY, 7)["groups"]
+    [whole] = views(tmp_path).whole_group(KEY, 7)["groups"]
     assert sorted(response["row"] for response in whole["responses"]) == [28, 29, 30, 31]
-    assert reader(tmp_path).whole_group(KEY, 99)["groups"] == []
+    assert views(tmp_path).whole_group(KEY, 99)["groups"] == []
 
 
 def test_cells_of_all_kinds_become_readable(tmp_path: Path) -> None:
@@ -281,6 +281,8 @@ def test_cells_of_all_kinds_become_readable(tmp_path: Path) -> None:
         "array": np.arange(3),
         "objects": objects([{"b": 1}]),
         "bytes": b"\0",
+        "tensor": torch.zeros(3, 4),
+        "picture": Image.new("RGB", (640, 480)),
         "surrogate": "\ud800",
         5: "number",
     }
@@ -289,13 +291,13 @@ def test_cells_of_all_kinds_become_readable(tmp_path: Path) -> None:
     found = view(tmp_path, batch, inputs)
     [group] = found.json["groups"]
     assert group["messages"] == [["user", "hi"]]
-    for word in ('"a"', str(2**80), "nan", "0.5", "(ndarray)", '{"b": 1}', "(bytes)", "number"):
+    for word in ('"a"', str(2**80), "nan", "0.5", "[0, 1, 2]", '{"b": 1}', "x00", "number"):
         assert word in group["reference"], word
+    assert "(tensor float32 [3, 4])" in group["reference"]
+    assert "(image RGB [640, 480])" in group["reference"]
 
 
 def test_conversations_with_parts_and_other_things(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "look"}, {"type": "image"}]
     assert messages([{"role": "user", "content": parts}]) == [["user", "look\n(image)"]]
     assert messages("just text") is messages([]) is messages(["x"]) is None
-    assert readable({"$type": "numpy", "dtype": "<f8", "hex": "zz"}) == "(numpy)"
-    assert readable({"$type": "int", "hex": "0x10"}) == "16"

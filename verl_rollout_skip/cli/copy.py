@@ -10,11 +10,10 @@ from rich.console import Console
 from verl_rollout_skip.cli.command import Command, Result, number_option, path_argument, steps_option
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import line, progress, table
-from verl_rollout_skip.entries import Entries
 from verl_rollout_skip.errors import ConfigError, ManifestError, StoreError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size
-from verl_rollout_skip.store.record import EntryRecord
+from verl_rollout_skip.store.reader import EntryRecord, StoreReader
 from verl_rollout_skip.store.storage.local import LocalStorage, free_bytes
 from verl_rollout_skip.store.storage.locations import open_storage
 from verl_rollout_skip.transfer import Copied, Outcome, copy_description, copy_entries
@@ -113,7 +112,7 @@ def _check_space(dst: str, work: list[tuple[Variant, str, list[RolloutKey]]]) ->
         return
     needed = 0
     for variant, target, keys in work:
-        missing = set(keys) - set(Entries.at(target))
+        missing = set(keys) - set(StoreReader.at(target))
         records = variant.entries.records(missing.__contains__)
         needed += sum(record.bytes for record in records if isinstance(record, EntryRecord))
     free = free_bytes(storage.root)

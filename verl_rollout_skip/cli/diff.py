@@ -12,8 +12,8 @@ from verl_rollout_skip.cli.command import Command, Result, path_argument, steps_
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import NOTHING, counted, line, number, progress, table
 from verl_rollout_skip.comparison import EntryDifference, FirstDifference, compare_entries, compare_settings
+from verl_rollout_skip.config import describe_steps
 from verl_rollout_skip.decoding import TextDecoder, find_decoder
-from verl_rollout_skip.entries import describe_steps
 from verl_rollout_skip.errors import StoreError
 from verl_rollout_skip.key import RolloutKey
 
@@ -93,7 +93,7 @@ def _compare(a: Place, b: Place, one: Variant, two: Variant, tokenizer: str | No
     steps = []
     with progress() as bar:
         for key_a, key_b in bar.track(pairs, description=one.name):
-            found = compare_entries(one.entries.columns(key_a), two.entries.columns(key_b))
+            found = compare_entries(one.entries.entry(key_a), two.entries.entry(key_b))
             steps.append(_step(key_a, key_b, found, decoders))
     counts = settings is not None and settings.counts
     return {

@@ -17,7 +17,7 @@ from verl_rollout_skip.decoding import need_decoder
 from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.exporting import Format, export
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.store.storage.locations import is_url
+from verl_rollout_skip.store.storage import is_url
 from verl_rollout_skip.trajectories import Trajectory, read_trajectories
 
 
@@ -56,12 +56,12 @@ def command(path: str, out: str, format: str, steps: str | None, tokenizer: str 
     form, target = Format(format), Path(out).expanduser()
     _check_out(out, target, variant, form)
     decoder = need_decoder(variant.path, variant.manifest, tokenizer)
-    store, rows = variant.store, 0
+    rows = 0
 
     def rollouts(bar: Any) -> Iterator[tuple[RolloutKey, Iterator[Trajectory]]]:
         nonlocal rows
         for key in bar.track(keys, description=variant.name):
-            entry = store.load(key)
+            entry = variant.entries.entry(key, check_digest=True)
             rows += entry.record.rows
             yield key, read_trajectories(entry)
 

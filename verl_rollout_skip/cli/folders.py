@@ -6,27 +6,23 @@ It may be a dump_dir, a run folder, a variant, its manifest, a step of it, or a 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from verl_rollout_skip.config import Steps, parse_steps
-from verl_rollout_skip.entries import Entries, describe_steps
+from verl_rollout_skip.config import Steps, describe_steps, parse_steps
 from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, StoreError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME, Manifest, folder_of, read_manifest
-from verl_rollout_skip.store import names
-from verl_rollout_skip.store.storage import HERE, Storage
-from verl_rollout_skip.store.storage.locations import is_url, join, open_storage
+from verl_rollout_skip.store.reader import StoreReader, split_path
+from verl_rollout_skip.store.storage import HERE, Storage, is_url, join, open_storage
 
 if TYPE_CHECKING:
     from verl_rollout_skip.store.store import RolloutStore
 
 ALL_STEPS = Steps()
 _DEPTH = 2
-_STEP = re.compile(r"(?:(?P<variant>.+)/)?(?P<folder>step_\d{6,})(?:/(?P<batch>gen_\d{3,})\.(?:parquet|json))?")
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,8 @@ class Variant:
         return open_storage(self.path)
 
     @property
-    def entries(self) -> Entries:
-        return Entries(self.storage)
+    def entries(self) -> StoreReader:
+        return StoreReader(self.storage)
 
     @property
     def store(self) -> RolloutStore:
@@ -128,13 +124,13 @@ class Place:
 
 def find_place(path: str, steps: str | None = None) -> Place:
     """What is recorded at or below a path; nothing is an error. ``steps`` is what ``--steps`` gave."""
-    folder_path, folder, gen_batch = _split(path)
+    folder, step, gen_batch = split_path(path)
     selected = ALL_STEPS if steps is None else parse_steps(steps, "--steps")
-    if folder is not None:
+    if step is not None:
         if steps is not None:
             raise StoreError(f"{path} is a step already: give either a step's path or --steps.")
-        selected = Steps(((folder, folder),))
-    root = folder_of(folder_path)
+        selected = Steps(((step, step),))
+    root = folder_of(folder)
     return Place(path, open_storage(root).where().rstrip("/"), find_variants(root), selected, gen_batch)
 
 
@@ -156,23 +152,12 @@ def open_variant(folder: str) -> Variant:
         return Variant(path, None, str(error))
 
 
-def _split(path: str) -> tuple[str, int | None, int | None]:
-    """The path of a variant, the step and the generation batch in a path; None where it has none."""
-    match = _STEP.fullmatch(path.rstrip("/"))
-    step = names.parse_folder(match["folder"]) if match else None
-    if match is None or step is None:
-        return path, None, None
-    gen_batch = names.parse_data(f"{match['batch']}.parquet") if match["batch"] else None
-    return match["variant"] or ".", step, gen_batch
-
-
 def _walk(folder: str, depth: int) -> Iterator[str]:
     storage = open_storage(folder)
-    folders = sorted(storage.folders())
-    if any(names.parse_folder(name) is not None for name in folders) or storage.info(HERE, NAME) is not None:
+    if StoreReader(storage).has_steps() or storage.info(HERE, NAME) is not None:
         yield folder
     elif depth:
-        for name in folders:
+        for name in sorted(storage.folders()):
             yield from _walk(join(folder, name), depth - 1)
 
 

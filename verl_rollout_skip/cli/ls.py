@@ -11,10 +11,10 @@ from verl_rollout_skip.analysis import whole_mean
 from verl_rollout_skip.cli.command import Command, Result, path_argument, steps_option
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import NOTHING, line, moment, number, seconds, table
-from verl_rollout_skip.entries import Unreadable, describe_steps
+from verl_rollout_skip.config import describe_steps
 from verl_rollout_skip.fingerprint import difference
 from verl_rollout_skip.sizes import format_size
-from verl_rollout_skip.store.record import EntryRecord
+from verl_rollout_skip.store.reader import EntryRecord, Unreadable
 
 _ROUGHLY = 10
 

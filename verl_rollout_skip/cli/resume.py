@@ -31,7 +31,7 @@ def command(manifest: str, overrides: tuple[str, ...], dry_run: bool) -> Result:
     If the configuration says that training resumes from a checkpoint and there is one, it starts there. Needs verl, and
     what the training needs, in this environment.
     """
-    from verl_rollout_skip.entries import describe_steps
+    from verl_rollout_skip.config import describe_steps
     from verl_rollout_skip.messages import show_messages
     from verl_rollout_skip.resume import check_environment, own_trainer, plan_resumption, run_resumption
 
@@ -40,11 +40,11 @@ def command(manifest: str, overrides: tuple[str, ...], dry_run: bool) -> Result:
     check_environment()
     # Imported late: torch takes seconds, and a wrong path should not.
     from verl_rollout_skip.rollout import RolloutSkip
-    from verl_rollout_skip.store.store import RolloutStore
+    from verl_rollout_skip.store.reader import StoreReader
 
     with RolloutSkip.open(resumption.config, own_trainer(resumption.manifest)):
         pass  # whatever does not fit is told by now
-    recorded = RolloutStore(resumption.manifest.path.removesuffix("/manifest.json"))
+    recorded = StoreReader.at(resumption.manifest.path.removesuffix("/manifest.json"))
     data = {
         "manifest": resumption.manifest.path,
         "trainer": resumption.manifest.trainer,

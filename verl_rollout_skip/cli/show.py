@@ -12,8 +12,8 @@ from rich.console import Console
 from verl_rollout_skip.cli.command import Command, Result, number_option, path_argument, tokenizer_option
 from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import line, number
+from verl_rollout_skip.config import describe_steps
 from verl_rollout_skip.decoding import TextDecoder, find_decoder
-from verl_rollout_skip.entries import describe_steps
 from verl_rollout_skip.errors import EntryNotFoundError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.trajectories import Trajectory, conversation, read_trajectories
@@ -40,7 +40,7 @@ def command(path: str, step: int | None, gen_batch: int | None, row: int | None,
     place = find_place(path)
     variant = place.only_variant()
     key = _key(place, variant, step, gen_batch)
-    entry = variant.store.load(key)
+    entry = variant.entries.entry(key, check_digest=True)
     if row is not None and not 0 <= row < entry.record.rows:
         raise EntryNotFoundError(f"{key} has rows 0 to {entry.record.rows - 1}, not {row}.")
     rows = range(min(entry.record.rows, _SAMPLES)) if row is None else [row]

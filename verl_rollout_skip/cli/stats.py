@@ -13,6 +13,7 @@ from verl_rollout_skip.analysis import (
     PassSource,
     StepStatistics,
     configured_limit,
+    step_columns,
     step_statistics,
     weighted_mean,
 )
@@ -78,7 +79,7 @@ def _variant(place: Place, variant: Variant) -> dict[str, Any]:
     with progress() as bar:
         for key in bar.track(place.keys(variant), description=variant.name):
             try:
-                steps.append(step_statistics(variant.entries, key, limit))
+                steps.append(step_statistics(step_columns(variant.entries.entry(key)), limit))
             except (StoreError, OSError) as error:
                 unreadable.append({"step": key.step, "gen_batch": key.gen_batch, "error": str(error)})
     return {

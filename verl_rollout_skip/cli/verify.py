@@ -12,7 +12,7 @@ from verl_rollout_skip.cli.folders import Variant, find_place
 from verl_rollout_skip.cli.text import counted, line, progress
 from verl_rollout_skip.errors import RolloutSkipError
 from verl_rollout_skip.manifest import CONFIG_HASH, explain_foreign, read_trainings, variant_name
-from verl_rollout_skip.store import names
+from verl_rollout_skip.pruning import find_set_aside
 
 
 @click.command(
@@ -69,14 +69,8 @@ def render(console: Console, data: dict[str, Any]) -> None:
 
 def set_aside(variant: Variant) -> list[str]:
     """Where the entries are that a training set aside because it could not read them."""
-    storage = variant.storage
-    folders = [folder for folder in storage.folders() if names.parse_folder(folder) is not None]
-    return sorted(
-        storage.where(folder, name)
-        for folder in folders
-        for name in storage.names(folder)
-        if ".parquet." in name and name.endswith(".corrupt")
-    )
+    found = find_set_aside(variant.storage)
+    return sorted(variant.storage.where(file.folder, file.name) for file in found if ".parquet." in file.name)
 
 
 def _without_manifest(variant: Variant, hashes: set[str | None]) -> str:

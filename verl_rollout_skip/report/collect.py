@@ -11,14 +11,13 @@ from typing import Any
 
 from verl_rollout_skip._version import __version__
 from verl_rollout_skip.analysis import configured_limit
-from verl_rollout_skip.entries import Entries
 from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import Manifest, read_manifest
-from verl_rollout_skip.report.entry_view import Counted, EntryReader, EntryView, Json, broken_view
+from verl_rollout_skip.report.entry_view import Counted, EntryView, EntryViews, Json, broken_view
 from verl_rollout_skip.report.sampling import Sampling
 from verl_rollout_skip.report.tokens import TokenTexts, find_token_texts
-from verl_rollout_skip.store.record import EntryRecord
+from verl_rollout_skip.store.reader import EntryRecord, StoreReader
 
 # What would end the script element, or a line of JavaScript, or cannot be UTF-8.
 _UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
@@ -37,7 +36,7 @@ Progress = Callable[[list[RolloutKey]], Iterable[RolloutKey]]
 class OpenVariant:
     """A variant folder that was opened to be looked at."""
 
-    entries: Entries
+    entries: StoreReader
     manifest: Manifest | None
     manifest_error: str | None
     texts: TokenTexts
@@ -45,7 +44,7 @@ class OpenVariant:
     @classmethod
     def open(cls, folder: str, tokenizer: str | None = None) -> OpenVariant:
         """Read the manifest and find a tokenizer. A bad manifest is an error to show; the rollouts are still there."""
-        entries = Entries.at(folder)
+        entries = StoreReader.at(folder)
         manifest, error = None, None
         try:
             manifest = read_manifest(entries.storage)
@@ -53,8 +52,8 @@ class OpenVariant:
             error = str(bad)
         return cls(entries, manifest, error, find_token_texts(folder, manifest, tokenizer))
 
-    def reader(self, sampling: Sampling) -> EntryReader:
-        return EntryReader(self.entries, self.texts, sampling, configured_limit(self.manifest))
+    def views(self, sampling: Sampling) -> EntryViews:
+        return EntryViews(self.entries, self.texts, sampling, configured_limit(self.manifest))
 
     def head(self, sampling: Sampling) -> Json:
         """What the page says of the recording as a whole."""
@@ -122,9 +121,9 @@ def build_report(
         except (RolloutSkipError, OSError) as error:
             report.add(broken_view(key, error))
     shares = dict(zip(records, sampling.groups_of_each(list(records.values())), strict=True))
-    reader = variant.reader(sampling)
+    views = variant.views(sampling)
     for key in progress(list(records)):
-        report.add(reader.view(key, shares[key]))
+        report.add(views.view(key, shares[key]))
     report.left_out = left_out(report.counted, sampling, len(wanted), len(every), len(report.broken))
     return report
 

@@ -13,20 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from verl_rollout_skip.analysis import StepColumns, StepStatistics, columns_of, summarise
-from verl_rollout_skip.entries import Entries
-from verl_rollout_skip.entry_columns import EntryColumns
+from verl_rollout_skip.analysis import StepColumns, StepStatistics, step_columns, step_statistics
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.report.rows import RowReader
 from verl_rollout_skip.report.sampling import Sampling, ranked_rows
 from verl_rollout_skip.report.tokens import Piece, TokenTexts
-from verl_rollout_skip.store import commit
-from verl_rollout_skip.store.storage.local import LocalStorage
+from verl_rollout_skip.store.reader import PROMPT_DIGEST, EntryReader, StoreReader
+from verl_rollout_skip.trajectories import Trajectory, json_value, read_trajectories
 
 Json = dict[str, Any]
 
 _PERCENTILES = (10, 50, 90)
-_READ_LIMIT = 16 << 30
+_MAX_EXTRAS = 16
 _MAX_REFERENCE = 4000
 _MAX_LOG_PROB = 9999
 
@@ -57,10 +54,10 @@ class EntryView:
     counted: Counted = field(default_factory=Counted)
 
 
-class EntryReader:
+class EntryViews:
     """Makes the views of one variant's rollout steps."""
 
-    def __init__(self, entries: Entries, texts: TokenTexts, sampling: Sampling, response_limit: int | None) -> None:
+    def __init__(self, entries: StoreReader, texts: TokenTexts, sampling: Sampling, response_limit: int | None) -> None:
         self._entries = entries
         self._texts = texts
         self._sampling = sampling
@@ -84,15 +81,10 @@ class EntryReader:
         return {"groups": step.groups([number] if number in step.order else []), "vocabulary": step.vocabulary.json}
 
     def _open(self, key: RolloutKey, responses: int | None = None) -> _Step:
-        storage = self._entries.storage
-        if isinstance(storage, LocalStorage):
-            columns = EntryColumns(storage, commit.load(storage, key, _READ_LIMIT).record)
-        else:  # fetched whole and compared with its digest there
-            columns = self._entries.columns(key)
         sampling = self._sampling
         if responses is not None:
             sampling = Sampling(sampling.seed, sampling.groups, responses, sampling.tokens)
-        return _Step(columns, self._texts, sampling, self._limit)
+        return _Step(self._entries.entry(key, check_digest=True), self._texts, sampling, self._limit)
 
 
 def broken_view(key: RolloutKey, error: BaseException) -> EntryView:
@@ -123,15 +115,15 @@ class _Vocabulary:
 class _Step:
     """An open entry."""
 
-    def __init__(self, entry: EntryColumns, texts: TokenTexts, sampling: Sampling, limit: int | None) -> None:
-        self.columns: StepColumns = columns_of(entry)
-        self.statistics: StepStatistics = summarise(self.columns, limit)
+    def __init__(self, entry: EntryReader, texts: TokenTexts, sampling: Sampling, limit: int | None) -> None:
+        self.columns: StepColumns = step_columns(entry)
+        self.statistics: StepStatistics = step_statistics(self.columns, limit)
         self.vocabulary = _Vocabulary()
         self.counted = Counted(rows=self.statistics.rows)
-        self._rows = RowReader(entry)
+        self._entry = entry
         self._texts = texts
         self._sampling = sampling
-        digests = entry.texts("skip__prompt_digest")
+        digests = entry.texts(PROMPT_DIGEST)
         # Without prompts to tell apart, each row stands for itself.
         numbers = np.arange(entry.record.rows) if self.columns.groups is None else self.columns.groups
         names = [str(row) for row in range(entry.record.rows)] if digests is None else list(dict.fromkeys(digests))
@@ -159,21 +151,29 @@ class _Step:
         return EntryView(found.key, None, view, self.counted)
 
     def groups(self, numbers: Sequence[int]) -> list[Json]:
-        return [self._group(number) for number in numbers]
+        found = self.columns
+        ranked = [ranked_rows(self._members[number], found.scores, found.response_lengths) for number in numbers]
+        shown = [self._sampling.rows_of_group(rows) for rows in ranked]
+        wanted = sorted({row for rows in shown for row in rows}.union(min(rows) for rows in ranked))
+        trajectories = {trajectory.row: trajectory for trajectory in read_trajectories(self._entry, wanted)}
+        extras = {name: self._entry.cells(name, wanted) for name in self._entry.simple_keys()[:_MAX_EXTRAS]}
+        self._extras = {
+            row: {name: cells[place] for name, cells in extras.items() if cells is not None}
+            for place, row in enumerate(wanted)
+        }
+        return [self._group(*group, trajectories) for group in zip(numbers, ranked, shown, strict=True)]
 
-    def _group(self, number: int) -> Json:
-        ranked = ranked_rows(self._members[number], self.columns.scores, self.columns.response_lengths)
-        first = min(ranked)
-        shown = self._sampling.rows_of_group(ranked)
+    def _group(self, number: int, ranked: list[int], shown: list[int], read: dict[int, Trajectory]) -> Json:
+        first = read[min(ranked)]
         return {
             "number": number,
             "prompt_digest": self._names[number],
-            "prompt": self._text(self._rows.prompt(first)),
-            "messages": messages(self._rows.cell("raw_prompt", first)),
-            "reference": _short(self._rows.cell("reward_model", first)),
-            "data_source": _short(self._rows.cell("data_source", first)),
+            "prompt": self._text(first.prompt),
+            "messages": messages(readable(first.messages)),
+            "reference": _short(readable(first.reward_model)),
+            "data_source": _short(readable(first.data_source)),
             "rows": [self._row(row) for row in ranked],
-            "responses": [self._response(row, ranked.index(row), len(ranked)) for row in shown],
+            "responses": [self._response(read[row], ranked.index(row), len(ranked)) for row in shown],
         }
 
     def _row(self, row: int) -> Json:
@@ -188,18 +188,27 @@ class _Step:
             "at_limit": length is not None and limit is not None and length >= limit,
         }
 
-    def _response(self, row: int, rank: int, of: int) -> Json:
+    def _response(self, read: Trajectory, rank: int, of: int) -> Json:
         self.counted.shown_responses += 1
-        ids = self._rows.response(row)
+        row, ids = read.row, read.response
         length = 0 if ids is None else len(ids)
-        log_probs = self._rows.log_probs(row, length)
-        shown = self._text(ids, log_probs, self._rows.not_generated(row, length))
+        log_probs = self._per_token("rollout_log_probs", row, length, "f")
+        mask = self._per_token("response_mask", row, length, "biu")
+        # What did not come from the model is marked: the output of tools, for example.
+        shown = self._text(ids, log_probs, None if mask is None or mask.all() else mask == 0)
         mean = None if log_probs is None or not length else number(log_probs.mean(dtype=np.float64))
-        extras = {name: number(value) for name, value in self._rows.extras(row).items()}
+        extras = {name: number(value) for name, value in self._extras[row].items()}
         return {"row": row, "rank": rank, "of": of, "mean_log_prob": mean, "extras": extras, "text": shown}
 
+    def _per_token(self, name: str, row: int, length: int, kinds: str) -> np.ndarray | None:
+        """A value for each token of a response; None if there is not one for each."""
+        rows = self._entry.tokens(name)
+        if rows is None or len(rows[row]) != length or rows[row].dtype.kind not in kinds:
+            return None
+        return rows[row]
+
     def _text(
-        self, ids: np.ndarray | None, log_probs: np.ndarray | None = None, foreign: np.ndarray | None = None
+        self, ids: list[int] | None, log_probs: np.ndarray | None = None, foreign: np.ndarray | None = None
     ) -> Json | None:
         """The beginning and, if it is long, the end of a text: pieces, and the log-probs that belong to them."""
         if ids is None:
@@ -212,7 +221,7 @@ class _Step:
         for first, last in [(0, start), (len(ids) - end, len(ids))] if cut else [(0, len(ids))]:
             if first:
                 found["cut_at"] = len(found["pieces"])
-            pieces = self._texts.pieces(ids[first:last].tolist())
+            pieces = self._texts.pieces(ids[first:last])
             found["pieces"] += self.vocabulary.numbers(pieces)
             places += np.cumsum([first, *(len(piece.tokens) for piece in pieces)])[:-1].tolist()
         if log_probs is not None:
@@ -256,6 +265,11 @@ def statistics_json(found: StepStatistics, columns: StepColumns) -> Json:
         "bytes": found.bytes,
         "created_at": found.created_at,
     }
+
+
+def readable(cell: Any) -> Any:
+    """A cell as JSON that people can read."""
+    return json_value(cell, nonfinite=str)
 
 
 def messages(cell: Any) -> list[list[str]] | None:

@@ -16,7 +16,7 @@ from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.report.collect import OpenVariant, left_out, script_json
 from verl_rollout_skip.report.entry_view import Counted, EntryView
 from verl_rollout_skip.report.sampling import Sampling
-from verl_rollout_skip.store import names
+from verl_rollout_skip.store.reader import Stamp
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +25,13 @@ _HELD_BYTES = 64 << 20
 _ANSWER_BYTES = 4 << 20
 _LOOKS_BEFORE_RETRY = 5
 
-Signature = tuple[tuple[str, int, float], ...]
-"""The files of an entry with their sizes and times: another one means that the entry was replaced."""
-
 
 @dataclass
 class _Held:
     """A rollout step that was read: its JSON, with and without the text of its groups."""
 
     revision: int
-    signature: Signature
+    stamp: Stamp
     bare: str
     full: str | None
     counted: Counted
@@ -63,7 +60,7 @@ class Follower:
     ) -> None:
         self.variant = variant
         self.sampling = sampling
-        self.reader = variant.reader(sampling)
+        self.views = variant.views(sampling)
         self._groups = LIVE_GROUPS if sampling.groups is None else sampling.groups
         self._wanted = wanted
         self._every_s = every_s
@@ -84,7 +81,7 @@ class Follower:
     def look(self) -> None:
         """Read what is new since the last look."""
         try:
-            signatures = self._signatures()
+            stamps = self.variant.entries.stamps(self._wanted)
         except OSError as error:  # an object store may be out of reach for a while
             logger.warning("the folder cannot be listed: %s", error)
             with self._lock:
@@ -92,18 +89,18 @@ class Follower:
             return
         with self._lock:
             self._state.problem = None
-            for key in [key for key in self._state.held if key not in signatures]:
+            for key in [key for key in self._state.held if key not in stamps]:
                 del self._state.held[key]
                 self._state.revision += 1
                 self._state.removed[key] = self._state.revision
-            new = [key for key, signature in signatures.items() if self._is_new(key, signature)]
+            new = [key for key, stamp in stamps.items() if self._is_new(key, stamp)]
         new.sort(reverse=True)
         for place, key in enumerate(new):
             if self._stop.is_set():
                 return
             with self._lock:
                 self._state.waiting = len(new) - place
-            self._hold(self.reader.view(key, self._groups), signatures[key])
+            self._hold(self.views.view(key, self._groups), stamps[key])
         with self._lock:
             self._state.waiting = 0
 
@@ -144,42 +141,26 @@ class Follower:
             if self._stop.wait(self._every_s):
                 return
 
-    def _signatures(self) -> dict[RolloutKey, Signature]:
-        storage = self.variant.entries.storage
-        found: dict[RolloutKey, Signature] = {}
-        for folder in storage.folders():
-            step = names.parse_folder(folder)
-            if step is None:
-                continue
-            files = {file.name: file for file in storage.files(folder)}
-            for gen_batch in map(names.parse_data, files):
-                if gen_batch is None or not self._wanted(RolloutKey(step, gen_batch)):
-                    continue
-                key = RolloutKey(step, gen_batch)
-                own = [files[name] for name in (names.data_name(key), names.record_name(key)) if name in files]
-                found[key] = tuple((file.name, file.size, file.changed) for file in own)
-        return found
-
-    def _is_new(self, key: RolloutKey, signature: Signature) -> bool:
+    def _is_new(self, key: RolloutKey, stamp: Stamp) -> bool:
         held = self._state.held.get(key)
-        if held is None or held.signature != signature:
+        if held is None or held.stamp != stamp:
             return True
         # What could not be read is tried again from time to time: not every cause changes the files.
         held.looks += held.broken
         return held.looks >= _LOOKS_BEFORE_RETRY
 
-    def _hold(self, view: EntryView, signature: Signature) -> None:
+    def _hold(self, view: EntryView, stamp: Stamp) -> None:
         full = script_json(view.json)
         bare = script_json({**view.json, "groups": [], "vocabulary": []})
         with self._lock:
             known = self._state.held.get(view.key)
             if known is not None and known.broken and known.bare == bare:
-                known.looks, known.signature = 0, signature
+                known.looks, known.stamp = 0, stamp
                 return
             self._state.revision += 1
             self._state.removed.pop(view.key, None)
             broken = view.broken is not None
-            self._state.held[view.key] = _Held(self._state.revision, signature, bare, full, view.counted, broken)
+            self._state.held[view.key] = _Held(self._state.revision, stamp, bare, full, view.counted, broken)
             self._let_go()
 
     def _let_go(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from verl_rollout_skip.store.record import EntryRecord
+from verl_rollout_skip.store.reader import EntryRecord
 
 TOKEN_BUDGET = 1_500_000
 _MOST_GROUPS = 4000

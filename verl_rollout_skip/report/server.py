@@ -130,8 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
         answers: dict[str, Callable[[], tuple[str, bytes]]] = {
             "": lambda: (_HTML, self._page()),
             "api/news": lambda: (_JSON, follower.news(number("after")).encode()),
-            "api/groups": lambda: (_JSON, _encode(follower.reader.more_groups(key(), number("start"), _MORE_GROUPS))),
-            "api/group": lambda: (_JSON, _encode(follower.reader.whole_group(key(), number("number")))),
+            "api/groups": lambda: (_JSON, _encode(follower.views.more_groups(key(), number("start"), _MORE_GROUPS))),
+            "api/group": lambda: (_JSON, _encode(follower.views.whole_group(key(), number("number")))),
         }
         if place not in answers:
             raise _Refused(404, "There is nothing here.")

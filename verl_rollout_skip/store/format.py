@@ -1,14 +1,20 @@
-"""The version of the file format, and what every file carries to describe itself."""
+"""The version of the file format, what every file carries to describe itself, and the columns that are added to it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from verl_rollout_skip.errors import CorruptEntryError, NewerFormatError
 
 FORMAT_VERSION = 1
 METADATA_KEY = b"rollout_skip"
 """Under this key a Parquet file holds the JSON description of what it holds."""
+PROMPT_LENGTH: Final = "skip__prompt_length"
+RESPONSE_LENGTH: Final = "skip__response_length"
+INPUT_LENGTH: Final = "skip__input_length"
+INPUT_RESPONSE_LENGTH: Final = "skip__input_response_length"
+SCORE: Final = "skip__score"
+PROMPT_DIGEST: Final = "skip__prompt_digest"
 
 
 def check_version(version: Any) -> None:

@@ -28,6 +28,7 @@ from verl_rollout_skip.store.codec.batch import BatchKind
 from verl_rollout_skip.store.codec.snapshot import Copy
 from verl_rollout_skip.store.loaded import LoadedEntry
 from verl_rollout_skip.store.prefetch import Prefetcher
+from verl_rollout_skip.store.reader import StoreReader
 from verl_rollout_skip.store.record import MAX_RECORD_BYTES, EntryRecord, record_bytes
 from verl_rollout_skip.store.storage import FileInfo, Storage
 from verl_rollout_skip.store.storage.local import LocalStorage, free_bytes
@@ -74,6 +75,7 @@ class RolloutStore:
         self.path = os.fspath(path)
         self.written_bytes = 0
         self._storage = open_storage(self.path, storage_options)
+        self._reader = StoreReader(self._storage)
         self._background = background
         self._copy = Copy.CHEAP
         self._writer = BackgroundWriter(parse_size(max_pending_bytes, "max_pending_bytes"))
@@ -156,19 +158,11 @@ class RolloutStore:
 
     def keys(self) -> list[RolloutKey]:
         """The committed keys in order."""
-        found = []
-        for folder in self._storage.folders():
-            step = names.parse_folder(folder)
-            if step is not None:
-                numbers = (names.parse_data(name) for name in self._storage.names(folder))
-                found += [RolloutKey(step, number) for number in numbers if number is not None]
-        return sorted(found)
+        return self._reader.keys()
 
     def __contains__(self, key: object) -> bool:
         """Whether an entry is committed under this key; what still waits to be written is not yet."""
-        if not isinstance(key, RolloutKey):
-            return False
-        return self._storage.info(names.folder_name(key), names.data_name(key)) is not None
+        return key in self._reader
 
     def __iter__(self) -> Iterator[RolloutKey]:
         return iter(self.keys())

@@ -12,8 +12,7 @@ import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import NonTensorData, TensorDict
 
-from verl_rollout_skip.config import BLOCK, SkipConfig
-from verl_rollout_skip.entries import describe_steps
+from verl_rollout_skip.config import BLOCK, SkipConfig, describe_steps
 from verl_rollout_skip.errors import ConfigError, EntryExistsError, MismatchError
 from verl_rollout_skip.missing import places
 from verl_rollout_skip.modes import Mode

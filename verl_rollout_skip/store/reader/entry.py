@@ -1,0 +1,90 @@
+"""An open entry: what its parts hold, row after row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from verl_rollout_skip.store.reader.part import PartReader, Side
+from verl_rollout_skip.store.record import EntryRecord
+
+T = TypeVar("T")
+
+
+class EntryReader:
+    """The rows of one entry. A column that is not recorded, or not in all parts, is None."""
+
+    def __init__(self, record: EntryRecord, parts: list[PartReader]) -> None:
+        self.record = record
+        self._parts = parts
+        self._tokens: dict[str, list[np.ndarray] | None] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all columns, as they are in the Parquet files."""
+        return frozenset().union(*(part.names for part in self._parts))
+
+    @property
+    def response_width(self) -> int | None:
+        """The width to which responses were padded; None if they were not."""
+        widths = {part.widths for part in self._parts}
+        known = [both[1] for both in widths if both is not None]
+        return max(known) if len(known) == len(widths) else None
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """One column as Arrow has it."""
+        columns = [part.column(name) for part in self._parts]
+        return pa.chunked_array([chunk for column in columns for chunk in column.chunks], columns[0].type)
+
+    def numbers(self, name: str) -> np.ndarray | None:
+        """A column of numbers or truth values; None if one of its values is missing."""
+        found = self._joined(lambda part: part.numbers(name))
+        return None if found is None else np.concatenate(found)
+
+    def texts(self, name: str) -> list[str] | None:
+        """A column of text; None if one of its values is missing."""
+        found = self._joined(lambda part: part.texts(name))
+        return None if found is None else [text for texts in found for text in texts]
+
+    def tokens(self, name: str) -> list[np.ndarray] | None:
+        """What a tensor of the output holds for each token, one array per row, padding left out; None if it does not
+        have one value per token."""
+        if name not in self._tokens:
+            found = self._joined(lambda part: part.tokens(name))
+            self._tokens[name] = None if found is None else [row for rows in found for row in rows]
+        return self._tokens[name]
+
+    def cells(self, name: str, rows: Sequence[int] | None = None, side: Side = Side.OUTPUT) -> list[Any] | None:
+        """The Python values of a key for these rows, or for all: numbers, text, objects. A tensor or an image among
+        them is a word such as ``(tensor float32 [3, 224, 224])``, an array is an array."""
+        wanted = range(self.record.rows) if rows is None else rows
+        found: dict[int, Any] = {}
+        start = 0
+        for part in self._parts:
+            own = [row for row in wanted if start <= row < start + part.rows]
+            values = part.cells(name, [row - start for row in own], side)
+            if values is None:
+                return None
+            found.update(zip(own, values, strict=True))
+            start += part.rows
+        return [found[row] for row in wanted]
+
+    def simple_keys(self) -> list[str]:
+        """The keys of the output that have one number, truth value or text per row."""
+        return self._parts[0].simple_keys()
+
+    def meta(self, side: Side = Side.OUTPUT) -> dict[Any, Any]:
+        """The meta_info of a batch."""
+        return self._parts[0].meta(side)
+
+    def _joined(self, read: Callable[[PartReader], T | None]) -> list[T] | None:
+        found = []
+        for part in self._parts:
+            values = read(part)
+            if values is None:
+                return None
+            found.append(values)
+        return found

@@ -1,0 +1,307 @@
+"""One Parquet file of an entry: its columns by name, and the keys of the batch as rows and cells for people.
+
+Only the columns that are asked for are read. The bytes may be damaged or hostile: what they claim is compared before
+Arrow believes it, and whatever cannot be decoded is a ``CorruptEntryError``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from itertools import pairwise
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, RolloutSkipError
+from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store.codec import cells
+from verl_rollout_skip.store.codec.padding import Spans
+from verl_rollout_skip.store.codec.pages import read_columns
+from verl_rollout_skip.store.format import METADATA_KEY, PROMPT_LENGTH, RESPONSE_LENGTH, check_version
+
+_LIMIT = 4 << 30
+_VALUE_BYTES = 16
+_MAX_HOPS = 8
+_SIMPLE_CELLS = ("text", "int", "float", "bool")
+
+
+class Side(str, Enum):
+    """The two batches of an entry: what the rollout step returned, and what it was given."""
+
+    OUTPUT = "output"
+    INPUT = "input"
+
+
+class PartReader:
+    """A Parquet file whose bytes are in memory or mapped."""
+
+    def __init__(self, data: Any, key: RolloutKey, rows: int, where: str) -> None:
+        self.rows = rows
+        self._key, self._where = key, where
+        with self._damaged():
+            self._data = pa.py_buffer(data)
+            self._chunks = read_columns(memoryview(self._data).cast("B"))
+            self._metadata = pq.read_metadata(pa.BufferReader(self._data))
+            text = (self._metadata.metadata or {}).get(METADATA_KEY)
+            if text is None:
+                raise CorruptEntryError("It is a Parquet file, but not one that this package wrote.")
+            self.description: dict[str, Any] = json.loads(text)
+            check_version(self.description["format_version"])
+            if self._metadata.num_rows != rows:
+                raise CorruptEntryError(f"It holds {self._metadata.num_rows} rows, its record says {rows} rows.")
+            self._schema = self._metadata.schema.to_arrow_schema()
+            self.names = frozenset(self._schema.names)
+
+    def column(self, name: str, dictionary: bool = False) -> pa.ChunkedArray:
+        """One column as Arrow has it; with ``dictionary`` each text of it is in memory once."""
+        with self._damaged():
+            self._check_size(name)
+            file = pq.ParquetFile(
+                pa.BufferReader(self._data),
+                metadata=self._metadata,
+                page_checksum_verification=True,
+                pre_buffer=False,
+                read_dictionary=[name] if dictionary else None,
+            )
+            groups = [
+                file.read_row_group(group, columns=[name], use_threads=False).column(name)
+                for group in range(self._metadata.num_row_groups)
+            ]
+            kind = groups[0].type if groups else self._schema.field(name).type
+            found = pa.chunked_array([chunk for group in groups for chunk in group.chunks], kind)
+            if len(found) != self.rows:
+                raise CorruptEntryError(f"Column {name!r} holds {len(found)} rows, not {self.rows}.")
+            return found
+
+    def numbers(self, name: str) -> np.ndarray | None:
+        """A column of numbers or truth values; None if it is not there, or if one of its values is missing."""
+        if name not in self.names:
+            return None
+        found = self.column(name)
+        if found.null_count or not _is_number(found.type):
+            return None
+        return found.to_numpy()
+
+    def texts(self, name: str) -> list[str] | None:
+        """A column of text; None if it is not there, or if one of its values is missing."""
+        if name not in self.names:
+            return None
+        found = self.column(name, dictionary=True) if pa.types.is_string(self._schema.field(name).type) else None
+        if found is None or found.null_count:
+            return None
+        rows: list[str] = []
+        for chunk in found.chunks:
+            words = chunk.dictionary.to_pylist()
+            rows += [words[code] for code in chunk.indices.to_pylist()]
+        return rows
+
+    def lists(self, name: str) -> list[np.ndarray] | None:
+        """A column of lists of numbers, one array per row; None if it is not there."""
+        if name not in self.names or not pa.types.is_list(self._schema.field(name).type):
+            return None
+        with self._damaged():
+            rows: list[np.ndarray] = []
+            for chunk in self.column(name).chunks:
+                offsets = chunk.offsets.to_numpy()
+                values = chunk.values.slice(offsets[0], offsets[-1] - offsets[0]).to_numpy(zero_copy_only=False)
+                rows += [values[start:end] for start, end in pairwise(offsets - offsets[0])]
+            return rows
+
+    def tokens(self, name: str) -> list[np.ndarray] | None:
+        """What a tensor of the output holds for each token of a row, padding left out; None if it is not recorded, or
+        not one value per token."""
+        with self._damaged():
+            item = self._stored(self._find(name, Side.OUTPUT))
+            form = None if item is None else item.get("form")
+            if item is None or form is None:
+                return None
+            if form in ("concat", "jagged_concat"):
+                prompts, responses = self.tokens("prompts"), self.tokens("responses")
+                if prompts is None or responses is None:
+                    return None
+                return [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
+            dimensions = {"dense": 1, "ragged": 1, "jagged": 0, "rows": 0}.get(form)
+            rows = self.lists(item["column"]) if len(item["shape"]) == dimensions else None
+            return rows if rows is None or form != "dense" else self._unpadded(name, rows)
+
+    def cells(self, name: str, rows: Sequence[int], side: Side) -> list[Any] | None:
+        """The Python values of a key for these rows, without torch (see ``cells.decode_for_people``). None if the key
+        is not recorded, or is a tensor with more than one value per row."""
+        with self._damaged():
+            item = self._stored(self._find(name, side, objects_first=True))
+            if item is None or (item.get("form", "dense") != "dense" and "cells" not in item):
+                return None
+            if "cells" not in item:
+                return self._dense_cells(item, rows)
+            column = self.column(item["column"], dictionary=item["cells"] in ("text", "json"))
+            found = [column[row].as_py() for row in rows]
+            if item["cells"] == "json":
+                blobs = self._blobs(item)
+                found = [cells.decode_for_people(text, blobs(row)) for text, row in zip(found, rows, strict=True)]
+            return [_reshaped(value, item["shape"]) for value in found] if item["shape"] else found
+
+    def simple_keys(self) -> list[str]:
+        """The keys of the output that have one number, truth value or text per row."""
+        with self._damaged():
+            described = self.description[Side.OUTPUT.value]
+            return [
+                str(item["path"][0])
+                for item in [*described["numbers"], *described["objects"]]
+                if (item.get("form") == "dense" or item.get("cells") in _SIMPLE_CELLS)
+                and not item["shape"]
+                and len(item["path"]) == 1
+                and not pa.types.is_list(self._schema.field(item["column"]).type)
+            ]
+
+    def meta(self, side: Side) -> dict[Any, Any]:
+        """The meta_info of a batch."""
+        with self._damaged():
+            return dict(cells.decode_inline(self.description[side.value]["meta"], cells.decode_for_people))
+
+    @property
+    def widths(self) -> tuple[int, int] | None:
+        """The widths to which prompts and responses were padded; None if they were not."""
+        with self._damaged():
+            widths = self.description[Side.OUTPUT.value].get("spans")
+            return None if widths is None else (int(widths[0]), int(widths[1]))
+
+    def _find(self, name: str, side: Side, objects_first: bool = False) -> dict[str, Any] | None:
+        """What the description says of a key. Tensors and arrays may share a name: then the first kind counts."""
+        described = self.description[side.value] or {"numbers": [], "objects": []}
+        items: list[dict[str, Any]] = [*described["numbers"], *described["objects"]]
+        if objects_first:
+            items.sort(key=lambda item: "element" in item and item["element"]["holder"] == "torch")
+        return next((item for item in items if item["path"] == [name]), None)
+
+    def _stored(self, item: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Where the values of a key are that are the same as those of another one, which are stored once."""
+        for _ in range(_MAX_HOPS):
+            if item is None or item.get("form") != "same":
+                return item
+            item = self._find(item["of"] or item["path"][0], Side.OUTPUT)
+        return None
+
+    def _unpadded(self, name: str, rows: list[np.ndarray]) -> list[np.ndarray]:
+        """The tokens of rows that are stored with padding, if the lengths or the attention mask tell."""
+        lengths = self.numbers(PROMPT_LENGTH), self.numbers(RESPONSE_LENGTH)
+        if self.widths is not None and lengths[0] is not None and lengths[1] is not None:
+            spans = Spans(*self.widths, lengths[0], lengths[1])
+            windows = ("prompt",) if name == "prompts" else ("response", "full")
+            window = next((window for window in windows if all(len(row) == spans.width(window) for row in rows)), None)
+            if window is None:
+                return rows
+            starts, ends, _ = spans.bounds(window)
+            return [row[start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
+        mask = self._stored(self._find("attention_mask", Side.OUTPUT))
+        masks = None if mask is None or mask.get("form") != "dense" else self.lists(mask["column"])
+        if masks is None:
+            return rows
+        kept = [
+            mask[: len(row)] if name == "prompts" else mask[len(mask) - len(row) :]
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+        return [row[keep != 0] if len(keep) == len(row) else row for row, keep in zip(rows, kept, strict=True)]
+
+    def _dense_cells(self, item: dict[str, Any], rows: Sequence[int]) -> list[Any] | None:
+        element, column = item["element"], self.column(item["column"])
+        if element["holder"] == "torch":
+            return None if item["shape"] or pa.types.is_list(column.type) else [column[row].as_py() for row in rows]
+        dtype = np.dtype(element["name"]).newbyteorder("=")
+        found = []
+        for row in rows:
+            stored = np.array(column[row].as_py(), element["stored"])
+            raw = dtype.kind in "cmM" or (dtype == np.float16 and stored.dtype == np.uint16)
+            values = stored.reshape(-1).view(dtype) if raw else stored.astype(dtype)
+            found.append(values.reshape(item["shape"]).tolist())
+        return found
+
+    def _blobs(self, item: dict[str, Any]) -> Any:
+        """A function that gives the bulk data of a row; it is read when a cell asks for it."""
+        if item["blobs"] is None:
+            return lambda row: ()
+        alias = None if item["alias"] is None else self.numbers(item["alias"])
+        pool = _Blobs(self, item["blobs"])
+        return lambda row: _RowBlobs(pool, row if alias is None else int(alias[row]))
+
+    def _check_size(self, name: str) -> None:
+        chunks = [chunk for chunk in self._chunks if chunk.path.split(".")[0] == name]
+        size = sum(max(chunk.uncompressed, chunk.num_values * _VALUE_BYTES) for chunk in chunks)
+        if size > _LIMIT:
+            raise EntryTooLargeError(
+                f"Column {name!r} of {self._where} would take {format_size(size)} of memory, and {format_size(_LIMIT)} "
+                "are allowed."
+            )
+
+    @contextmanager
+    def _damaged(self) -> Iterator[None]:
+        with damaged(self._key, self._where):
+            yield
+
+
+@contextmanager
+def damaged(key: RolloutKey, where: str) -> Iterator[None]:
+    """Whatever goes wrong while decoding bytes from outside means that the bytes are wrong."""
+    said = f"The entry of {key} is damaged: {where}."
+    try:
+        yield
+    except CorruptEntryError as error:
+        if str(error).startswith(said):  # by a step of what was done
+            raise
+        raise CorruptEntryError(f"{said} {error}") from error
+    except (RolloutSkipError, FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:
+        raise CorruptEntryError(f"{said} It cannot be decoded ({type(error).__name__}: {error}).") from error
+
+
+class _Blobs:
+    """The bulk data of a column of objects, read when it is first asked for."""
+
+    def __init__(self, part: PartReader, column: str) -> None:
+        self._part, self._column = part, column
+        self._found: tuple[list[np.ndarray], pa.ChunkedArray] | None = None
+
+    def get(self, row: int, number: int) -> bytes:
+        if self._found is None:
+            joined = self._part.column(f"skip__blobs__{self._column}", dictionary=True)
+            self._found = self._part.lists(f"skip__blob_sizes__{self._column}") or [], joined
+        sizes, joined = self._found
+        ends = np.cumsum(sizes[row])
+        data: bytes = joined[row].as_py()
+        if (sizes[row] < 0).any() or len(data) != ends[-1]:
+            raise CorruptEntryError(f"The bulk data of column {self._column!r} has not the size that the file says.")
+        return data[ends[number] - sizes[row][number] : ends[number]]
+
+
+class _RowBlobs(Sequence[bytes]):
+    def __init__(self, pool: _Blobs, row: int) -> None:
+        self._pool, self._row = pool, row
+
+    def __len__(self) -> int:
+        raise TypeError("not known before the bulk data is read")
+
+    @overload
+    def __getitem__(self, number: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[bytes]: ...
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._pool.get(self._row, number)
+
+
+def _reshaped(values: list[Any], shape: list[int]) -> Any:
+    """A flat list as nested ones."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array.reshape(shape).tolist()
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
