@@ -59,7 +59,7 @@ def test_every_command_of_the_scenarios_does_what_the_page_says(tmp_path: Path) 
     assert "addition_cpu_TrainGBS8__InferGBS8__N4" in colleague
     assert "4 rollout steps" in colleague
     assert (tmp_path / "report.html").stat().st_size > 10_000
-    assert f"critic.model.path followed to {tmp_path}/my-model" in dry_run
+    assert f"critic.model.path is now {tmp_path}/my-model too" in dry_run
     assert "nothing was run" in dry_run
 
 

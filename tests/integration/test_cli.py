@@ -120,7 +120,7 @@ def test_show_decodes_with_a_tokenizer(recorded: Training, tmp_path: Path, capsy
 def test_verify_is_content_with_whole_dumps(recorded: Training) -> None:
     done = run("verify", recorded.dumps)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "4 entries in 2 variants checked, all fine" in done.stdout
+    assert "4 entries in 2 variants checked, no problems" in done.stdout
 
 
 def test_verify_lists_what_is_damaged_and_exits_with_1(damaged: Path, capsys: Any) -> None:
@@ -160,7 +160,7 @@ def test_verify_says_how_to_get_a_missing_manifest_back(tmp_path: Path, capsys: 
     (variant / "manifest.json").unlink()
     assert main(["verify", str(training.dumps)]) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "start the training again with the settings of the recording and rollout_skip.mode=cache" in shown
+    assert "start the training again with the recorded settings and rollout_skip.mode=cache" in shown
     renamed = variant.rename(variant.with_name("renamed"))
     assert main(["verify", str(renamed)]) == 1
     shown = " ".join(capsys.readouterr().out.split())

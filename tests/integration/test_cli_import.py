@@ -199,7 +199,7 @@ def test_with_a_configuration_it_says_who_vouches_for_it(tmp_path: Path, capsys:
     OmegaConf.save(training.config("off", **changes), tmp_path / "config.yaml")
     options = ["--config", str(tmp_path / "config.yaml"), "--trust-pickle"]
     assert main(["import", str(dumps_of("0.8.0")), str(training.dumps), *options]) == 0
-    assert "you vouch for it" in capsys.readouterr().out
+    assert "you vouch that they are right" in capsys.readouterr().out
 
 
 def test_importing_again_changes_nothing(tmp_path: Path, capsys: Any) -> None:
@@ -286,7 +286,9 @@ def test_a_hostile_dump_ends_the_import_and_nothing_of_it_runs(tmp_path: Path, w
         batch.batch.set("evil", NonTensorData(Evil(), batch_size=[4]))
         batch.save_to_disk(path)
     done = run("import", tmp_path / "dumps", tmp_path / "imported", "--trust-pickle", cwd=tmp_path)
-    assert_one_line_error(done, "is refused", "system", "Nothing of it was run", "1 dumps were imported before")
+    assert_one_line_error(
+        done, "is rejected", "system", "None of its code was executed", "1 dumps were imported before"
+    )
     assert not (tmp_path / "marker").exists()
 
 
@@ -299,7 +301,7 @@ def array_of(*cells: Any) -> np.ndarray:
 ODD: dict[str, tuple[dict[Any, Any], dict[Any, Any], str]] = {
     "a column that is a list": ({"a": [1, 2, 3, 4]}, {}, "column a is a list, not an array with rows"),
     "a column that is a number": ({"a": np.array(5)}, {}, "column a is a ndarray, not an array with rows"),
-    "a column that is too short": ({"a": array_of("x", "y", "z")}, {}, "column a has 3 rows, and there are 4"),
+    "a column that is too short": ({"a": array_of("x", "y", "z")}, {}, "column a has 3 rows instead of 4"),
     "a column without a name": ({5: array_of("x", "y", "z", "w")}, {}, "column 5 is a ndarray"),
     "a key that is no text": ({}, {5: 1, "a": 2}, ""),
     "a number of many bits": ({}, {"n": 1 << 100_000}, ""),
@@ -360,11 +362,11 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: Any) -> N
     (tmp_path / "small.yaml").write_text("trainer: {experiment_name: a, project_name: b}\n")
     cases: list[tuple[list[Any], str]] = [
         (["/does/not/exist", tmp_path / "x"], "/does/not/exist does not exist."),
-        ([tmp_path / "empty", tmp_path / "x"], "holds no dumps of verl's rollout skip"),
-        ([DUMPS, tmp_path / "x"], "holds several recordings, choose one"),
+        ([tmp_path / "empty", tmp_path / "x"], "contains no dumps of verl's rollout skip"),
+        ([DUMPS, tmp_path / "x"], "contains several recordings, choose one"),
         ([dumps_of("0.8.0"), tmp_path / "x", "--config", "/nowhere.yaml"], "No such file or directory: /nowhere.yaml"),
         ([dumps_of("0.8.0"), tmp_path / "x", "--config", tmp_path / "broken.yaml"], "cannot be read as a YAML"),
-        ([dumps_of("0.8.0"), tmp_path / "x", "--config", tmp_path / "list.yaml"], "it holds a list"),
+        ([dumps_of("0.8.0"), tmp_path / "x", "--config", tmp_path / "list.yaml"], "it contains a list"),
         ([dumps_of("0.8.0"), tmp_path / "x", "--config", tmp_path / "small.yaml"], "data.train_batch_size is None"),
     ]
     for arguments, words in cases:
@@ -385,4 +387,4 @@ def test_a_destination_with_other_settings_is_not_mixed_with(tmp_path: Path, cap
 def test_a_file_that_is_no_dump_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "x_GBS1__N1").write_bytes(pickle.dumps({"a": 1}))
     found = bring(capsys, tmp_path / "x_GBS1__N1", tmp_path / "imported", code=1)
-    assert found["problems"][0]["error"] == "It holds a dict, not a DataProto."
+    assert found["problems"][0]["error"] == "It contains a dict, not a DataProto."

@@ -173,7 +173,7 @@ def test_pins_are_listed_with_their_notes_and_taken_away_again(tmp_path: Path) -
     assert [(pin["step"], pin["note"]) for pin in listed] == [(1, None), (3, "the one with the bug")]
     assert run("unpin", tmp_path, "--steps", "1-3").returncode == 0
     assert json.loads(run("pins", tmp_path, "--json").stdout) == {"pins": []}
-    assert "was not pinned" in run("unpin", tmp_path, "--steps", "2").stdout
+    assert "nothing was pinned" in run("unpin", tmp_path, "--steps", "2").stdout
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
@@ -473,9 +473,9 @@ def test_an_object_store_works_like_a_folder(capsys: Any) -> None:
         (["prune", "{path}", "--keep-last", "-1"], "--keep-last is -1"),
         (["prune", "{path}", "--variants", "--steps", "1"], "leave the steps out"),
         (["prune", "{path}/step_000001/gen_000.parquet"], "a step goes as a whole"),
-        (["pin", "{path}"], "Give either steps"),
+        (["pin", "{path}"], "Use either steps"),
         (["pin", "{path}", "--steps", "7"], "does not hold steps 7; it holds steps 1"),
-        (["unpin", "{path}", "--steps", "1", "--variant"], "Give either steps"),
+        (["unpin", "{path}", "--steps", "1", "--variant"], "Use either steps"),
         (["pins", "/does/not/exist"], "/does/not/exist does not exist."),
     ],
 )

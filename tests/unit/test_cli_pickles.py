@@ -357,7 +357,7 @@ def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
 def test_a_tensor_cannot_reach_beyond_its_storage(tmp_path: Path, size: Any, stride: Any, offset: int) -> None:
     storage = torch.arange(2)
     asked = (torch._utils._rebuild_tensor_v2, (storage._typed_storage(), offset, size, stride, False, OrderedDict()))
-    with pytest.raises(DamagedDumpError, match=r"does not lie within|is no size"):
+    with pytest.raises(DamagedDumpError, match=r"exceeds|a size is negative"):
         read(tmp_path, pickle.dumps(Reduces(*asked[:1], *asked[1])))
 
 

@@ -1,6 +1,6 @@
-"""A command of ``rollout-skip``: the arguments that several share, its help, and how its result is printed.
+"""The base of all ``rollout-skip`` commands: shared arguments, help, and how results are printed.
 
-Click parses, completes and lays out the help; here is what it leaves open: arguments with help, examples, ``--json``.
+Click does the parsing, completion and help layout. This module adds help for arguments, examples and ``--json``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-PATH = click.Path(readable=False)  # checks nothing: it may be a URL, and errors are our own
-PATH_HELP = "a dump_dir, a run folder, a variant, or a step or file in it; local or a URL (s3://…)"
+PATH = click.Path(readable=False)  # unchecked: it may be a URL, and we report errors ourselves
+PATH_HELP = "a dump_dir, run folder, variant, or a step or file in it; a local path or a URL (s3://…)"
 _JSON = f"{__name__}.json"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a command found: JSON as ``--json`` prints it, a function that prints it for people, and the exit code."""
+    """A command's result: the data for ``--json``, a function that renders it for people, and the exit code."""
 
     data: dict[str, Any]
     render: Callable[[Console, dict[str, Any]], None]
@@ -32,7 +32,7 @@ class Result:
 
 
 class Formatter(click.HelpFormatter):
-    """Help with bold headings and colored names, which Click leaves out where there is no terminal."""
+    """Help with bold headings and colored names; Click drops the styling if there is no terminal."""
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
         super().write_usage(prog, args, click.style("Usage: ", bold=True) if prefix is None else prefix)
@@ -44,7 +44,7 @@ class Formatter(click.HelpFormatter):
         super().write_dl([(click.style(name, fg="cyan"), text) for name, text in rows], *args, **options)
 
     def write_lines(self, heading: str, text: str) -> None:
-        """A section whose lines stay as they are."""
+        """Write a section without rewrapping its lines."""
         with self.section(heading):
             self.write("".join(f"{'':>{self.current_indent}}{line}\n" for line in text.splitlines()))
 
@@ -54,7 +54,7 @@ class Context(click.Context):
 
 
 class Argument(click.Argument):
-    """An argument with help; Click itself has that from 8.5 on."""
+    """An argument with help, which Click supports only from 8.5 on."""
 
     def __init__(self, *args: Any, help: str, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -62,7 +62,7 @@ class Argument(click.Argument):
 
 
 class Helpful(click.Command):
-    """What the program and its commands have in common: help in color, which a reader may stop reading early."""
+    """Base of the program and its commands: colored help, and no error if the reader closes the pipe early."""
 
     context_class = Context
 
@@ -75,7 +75,7 @@ class Helpful(click.Command):
 
 
 class Command(Helpful):
-    """A command whose function returns a ``Result``. That is printed, and its exit code is what ``invoke`` returns."""
+    """A command whose function returns a ``Result``. ``invoke`` prints it and returns its exit code."""
 
     def __init__(self, *args: Any, examples: str, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -99,7 +99,7 @@ class Command(Helpful):
 
 
 def wants_json() -> bool:
-    """Whether the command that runs was given ``--json``."""
+    """Whether the current command was given ``--json``."""
     return bool(click.get_current_context().meta[_JSON])
 
 
@@ -120,12 +120,12 @@ def number_option(name: str, help: str, default: int | None = None) -> Callable[
 
 
 def _print(result: Result) -> None:
-    """A reader that stops early has seen enough, and the exit code stays the same."""
+    """Print a result. A pipe that the reader closes early does not change the exit code."""
     from verl_rollout_skip.cli.text import make_console
 
     try:
         if wants_json():
-            # Infinities and NaN become words: every JSON reader takes those.
+            # Infinities and NaN become strings, because JSON cannot represent them.
             data = json.loads(json.dumps(result.data, default=_plain), parse_constant=str)
             print(json.dumps(data, indent=2, ensure_ascii=False))
         else:
@@ -136,7 +136,7 @@ def _print(result: Result) -> None:
 
 
 def _discard_output() -> None:
-    """Without this the interpreter complains about the closed pipe when it exits."""
+    """Without this, the interpreter complains about the closed pipe at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""``rollout-skip completion``: Click's script for the Tab key, which asks the program what fits."""
+"""``rollout-skip completion``: prints Click's shell completion script."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from verl_rollout_skip.cli.command import Argument, Command, Result
     "shell", cls=Argument, type=click.Choice(["bash", "fish", "zsh"]), metavar="SHELL", help="bash, fish or zsh"
 )
 def command(shell: str) -> Result:
-    """Print a script that makes the Tab key complete commands, options and paths.
+    """Print a shell script that completes commands, options and paths.
 
-    bash: put 'eval "$(rollout-skip completion bash)"' into ~/.bashrc. zsh: write it to a file named _rollout-skip in a
-    folder of $fpath. fish: write it to ~/.config/fish/completions/rollout-skip.fish.
+    bash: add 'eval "$(rollout-skip completion bash)"' to ~/.bashrc. zsh: write the output to a file named _rollout-skip
+    in a folder of $fpath. fish: write it to ~/.config/fish/completions/rollout-skip.fish.
     """
     from verl_rollout_skip.cli.program import COMPLETE, NAME, program
 

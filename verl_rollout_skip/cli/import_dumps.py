@@ -1,4 +1,4 @@
-"""``rollout-skip import``: dumps of verl's own rollout skip, read without running what is in them."""
+"""``rollout-skip import``: imports dumps of verl's own rollout skip without executing any code in them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from verl_rollout_skip.errors import ConfigError
 from verl_rollout_skip.upstream.layouts import Layout, find_dumps
 
 _VOUCHED = (
-    "The manifest says what --config says; the dumps themselves do not tell, so you vouch for it. Model and data files "
-    "were looked at as they are today."
+    "The manifest has the settings from --config. The dumps do not contain them, so you vouch that they are right. "
+    "Model and data files were read as they are now."
 )
 _NOT_KNOWN = (
-    "The manifest says that the settings are not known. A training uses these rollouts only with rollout_skip.source="
+    "The manifest says that the settings are unknown. A training uses these rollouts only with rollout_skip.source="
     "{folder} and rollout_skip.on_mismatch=reuse, and counts as informational. Import with --config to vouch for them."
 )
 _NO_INPUT = (
-    "{count} without input, because this version of verl does not dump it: nobody knows which prompts and answers "
-    "belong to these responses. They can be looked at, compared and exported, but no training loads them."
+    "{count} without input, because this version of verl does not dump it: it is unknown which prompts and answers "
+    "belong to these responses. You can inspect, compare and export them, but no training loads them."
 )
 
 
@@ -33,35 +33,35 @@ _NO_INPUT = (
     "rollout-skip import verl_dumps dumps --config config.yaml --trust-pickle",
 )
 @path_argument(help="skip_dump_dir or dump_dir of verl, or a single dump; a local path")
-@path_argument("dst", "where to: a folder or a URL")
-@click.option("--trust-pickle", is_flag=True, help="read pickles; needed")
-@click.option("--config", metavar="FILE", type=PATH, help="the training's resolved configuration (hydra's config.yaml)")
-@number_option("--step", "the step of a dump that has none (default: 1)", 1)
+@path_argument("dst", "the destination: a folder or a URL")
+@click.option("--trust-pickle", is_flag=True, help="allow reading pickles; required")
+@click.option("--config", metavar="FILE", type=PATH, help="the training's resolved configuration (Hydra's config.yaml)")
+@number_option("--step", "the step for a dump without one (default: 1)", 1)
 def command(path: str, dst: str, trust_pickle: bool, config: str | None, step: int) -> Result:
     """Import dumps of verl's own rollout skip (0.6 to 0.9).
 
-    They are pickles, which can hold code: give --trust-pickle if you know where they come from. This command reads them
-    with a reader of its own that runs nothing: it knows tensors, arrays and plain containers, and refuses a file that
-    asks for anything else.
+    These dumps are pickles, which can contain code: pass --trust-pickle if you know where they come from. The command
+    reads them with its own parser, which never executes code. It accepts tensors, arrays and plain containers, and
+    rejects a file that contains anything else.
 
-    Dumps do not say what they were made with. With --config, the resolved configuration of the training that made them,
-    they become a variant below DST (a dump_dir) that a training with the same settings finds; you vouch that it is the
-    right one. Without it DST becomes a variant whose settings are not known: it is used only as rollout_skip.source
+    The dumps do not contain the settings of their training. With --config, its resolved configuration, they become a
+    variant in DST (a dump_dir) that a training with the same settings finds; you vouch that the configuration is the
+    right one. Without --config, DST becomes a variant with unknown settings. It can only be used as rollout_skip.source
     with on_mismatch=reuse, and then counts as informational.
 
-    Only verl 0.8 dumps the input of a rollout step too; entries without it can be looked at, compared and exported, but
-    no training loads them.
+    Only verl 0.8 also dumps the input of a rollout step. You can inspect, compare and export entries without it, but no
+    training loads them.
 
-    The exit code is 1 if dumps are damaged or cannot be stored; the others are imported.
+    The exit code is 1 if some dumps are damaged or cannot be stored; the others are imported.
     """
     if not trust_pickle:
         raise ConfigError(
-            f"{path} is read as pickles, which can hold code. Nothing of it will be run, but say --trust-pickle "
-            "if you know where it comes from."
+            f"{path} contains pickles, which can contain code. This command never runs it, but pass --trust-pickle to "
+            "confirm that you know where the dumps come from."
         )
     source = Path(path).expanduser()
     dumps, incomplete = find_dumps(source, step)
-    # Imported late: torch takes seconds, and a wrong path should not.
+    # Imported late: importing torch takes seconds, and a wrong path should fail at once.
     from verl_rollout_skip.upstream.importing import Destination, import_dumps, read_config
 
     settings = None if config is None else read_config(Path(config).expanduser())
@@ -97,7 +97,7 @@ def render(console: Console, data: dict[str, Any]) -> None:
     ]
     table(console, ("step", "gen batch", "rows", "input"), rows)
     for skipped in data["skipped"]:
-        line(console, f"left out: {skipped['path']}: {skipped['reason']}", "yellow")
+        line(console, f"skipped: {skipped['path']}: {skipped['reason']}", "yellow")
     for problem in data["problems"]:
         line(console, f"{problem['path']}: {problem['error']}", "red")
     if not data["entries"]:

@@ -1,4 +1,4 @@
-"""``rollout-skip pins``: what is pinned, since when and why."""
+"""``rollout-skip pins``: lists pins, with date and note."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_rollout_skip.pins import read_pins
 @click.command(cls=Command, examples="rollout-skip pins /data/dumps\nrollout-skip pins /data/dumps/RUN/VARIANT --json")
 @path_argument()
 def command(path: str) -> Result:
-    """List what is pinned, since when and why."""
+    """List pinned steps and variants, with date and note."""
     place = find_place(path)
     found = [(variant, pin) for variant in place.variants for pin in read_pins(variant.storage)]
     return Result({"pins": [plain(variant, pin) for variant, pin in found]}, render)

@@ -1,4 +1,4 @@
-"""``rollout-skip pin``: steps, or whole variants, that ``prune`` leaves alone."""
+"""``rollout-skip pin``: protects steps or whole variants from ``prune``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from verl_rollout_skip.pins import Pin, add_pin
 )
 @path_argument()
 @steps_option()
-@click.option("--variant", "whole", is_flag=True, help="the whole variant")
-@click.option("--note", metavar="TEXT", help="why, for those who come later")
+@click.option("--variant", "whole", is_flag=True, help="pin the whole variant")
+@click.option("--note", metavar="TEXT", help="the reason, shown by the command pins")
 def command(path: str, steps: str | None, whole: bool, note: str | None) -> Result:
-    """Pin recorded steps, or a whole variant with what is recorded in it later: prune then leaves them alone.
+    """Protect recorded steps from prune, or a whole variant including steps that are recorded later.
 
-    A pin is a small file under pins/ in the variant; unpin takes it away, pins lists them.
+    A pin is a small file under pins/ in the variant. The command unpin removes pins, the command pins lists them.
     """
     place = find_place(path, steps)
     check_choice(place, whole)
@@ -46,20 +46,22 @@ def render(console: Console, data: dict[str, Any]) -> None:
 
 
 def check_choice(place: Place, whole: bool) -> None:
-    """Either some steps or whole variants, never a part of a step."""
+    """Require either some steps or whole variants, never a part of a step."""
     if whole == place.is_part:
-        raise ConfigError(f"Give either steps (--steps, or the path of a step) or --variant for all of {place.path}.")
+        raise ConfigError(f"Use either steps (--steps, or the path of a step) or --variant for all of {place.path}.")
     if place.gen_batch is not None:
-        raise ConfigError(f"{place.path} is one generation batch; a step is pinned as a whole: give its path.")
+        raise ConfigError(
+            f"{place.path} is one generation batch, but only whole steps can be pinned. Use the step's path."
+        )
 
 
 def plain(variant: Variant, pin: Pin) -> dict[str, Any]:
-    """A pin as JSON has it."""
+    """A pin as JSON."""
     return {"path": variant.path, "step": pin.step, "note": pin.note, "pinned_at": pin.pinned_at}
 
 
 def render_pins(console: Console, pins: list[dict[str, Any]]) -> None:
-    """A table of pins for each variant."""
+    """Print one table of pins per variant."""
     for path in dict.fromkeys(pin["path"] for pin in pins):
         line(console, path, "bold")
         rows = [

@@ -1,4 +1,4 @@
-"""The program ``rollout-skip``: its commands, exit codes, and errors in one line."""
+"""The program ``rollout-skip``: its commands, exit codes and one-line errors."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from verl_rollout_skip.cli.command import Formatter, Helpful
 NAME = "rollout-skip"
 COMPLETE = "_ROLLOUT_SKIP_COMPLETE"
 EXIT_CODES = {
-    0: "all is well",
-    1: "it worked and found something damaged, or, with diff, something different",
-    2: "it did not work; one line on standard error says why and what to do",
+    0: "success",
+    1: "the command ran and found damage, or, with diff, a difference",
+    2: "the command failed; one line on standard error says why and what to do",
     130: "interrupted with Ctrl-C",
 }
-# Each is the ``command`` of the module of its name, or of the one in _MODULES.
+# Each is the ``command`` in the module of the same name, or in the module that _MODULES names.
 COMMANDS = {
     "ls": "list runs, variants and what differs between them, and steps",
-    "show": "show the record of a rollout step and samples of it",
-    "stats": "scores, lengths, pass rate and groups of each step",
-    "report": "trends, groups and responses as one HTML file",
-    "view": "the same in the browser, while a training records",
+    "show": "show the record and some samples of a rollout step",
+    "stats": "show scores, lengths, pass rate and groups per step",
+    "report": "write trends, groups and responses as one HTML file",
+    "view": "show the same in the browser, while a training records",
     "diff": "compare two runs, variants or steps: settings, prompts, responses",
     "verify": "check every digest, record and manifest",
-    "resume": "go on with a training from its manifest",
+    "resume": "continue a training from its manifest",
     "export": "write rollouts as text: JSONL for verl's viewer, Parquet, a dataset",
     "copy": "copy recordings between folders and object stores",
-    "import": "bring in dumps of verl's own rollout skip",
-    "prune": "remove steps by age, number or size; shows first what would go",
-    "pin": "keep steps or a variant from being pruned",
-    "unpin": "take pins away",
-    "pins": "list what is pinned",
-    "completion": "a script for the Tab key of bash, zsh or fish",
+    "import": "import dumps of verl's own rollout skip",
+    "prune": "delete steps by age, count or size; shows what it would delete first",
+    "pin": "protect steps or a variant from prune",
+    "unpin": "remove pins",
+    "pins": "list pinned steps and variants",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 _MODULES = {"import": "import_dumps", "pins": "list_pins"}
 _EXAMPLES = """\
-rollout-skip ls /data/dumps                      all runs below a dump_dir
-rollout-skip stats /data/dumps/RUN/VARIANT       its steps in numbers
+rollout-skip ls /data/dumps                      all runs in a dump_dir
+rollout-skip stats /data/dumps/RUN/VARIANT       numbers for each step
 rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5
                                                  one trajectory
-rollout-skip verify /data/dumps --json           check all, for a script"""
+rollout-skip verify /data/dumps --json           check it all, for a script"""
 
 
 class Program(Helpful, click.Group):
-    """Lists its commands without importing them: only the one that is run or completed is loaded."""
+    """Lists the commands without importing them; only the one that is run or completed is loaded."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -72,7 +72,7 @@ class Program(Helpful, click.Group):
 program = Program(
     NAME,
     commands=[click.Command(name, short_help=help) for name, help in COMMANDS.items()],
-    help="Look at recorded rollouts, check them and look after them.",
+    help="Inspect, check and manage recorded rollouts.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=False,
 )
@@ -80,13 +80,13 @@ click.version_option(__version__, prog_name=NAME, message="%(prog)s %(version)s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     logging.basicConfig(level=logging.ERROR, format="rollout-skip: %(message)s")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows only ASCII is no reason to fail
-    # Not program.main(), which takes a broken connection for a closed pipe and a truncated file for Ctrl-C.
+            stream.reconfigure(errors="replace")  # an ASCII-only terminal is no reason to fail
+    # program.main() would treat a broken connection as a closed pipe and a truncated file as Ctrl-C.
     try:
         instruction = os.environ.get(COMPLETE)
         if instruction:
@@ -98,25 +98,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rollout-skip: interrupted", file=sys.stderr)
         return 130
-    except Exception as error:  # whatever a file system or a library raises is one line for the user
+    except Exception as error:  # any error of a file system or a library is one line for the user
         print(f"rollout-skip: error: {describe(error)}", file=sys.stderr)
         return 2
 
 
 def load_command(name: str) -> click.Command:
-    """A command with its arguments, imported now."""
+    """Import a command with its arguments."""
     found = import_module(f"verl_rollout_skip.cli.{_MODULES.get(name, name)}").command
     assert isinstance(found, click.Command)
     return found
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line. Nothing in it commands a terminal: errors quote names and files of others."""
+    """An error as one line without control characters: errors quote untrusted names and files."""
     from verl_rollout_skip.cli.text import clean
 
     if isinstance(error, OSError) and error.strerror:
-        place = error.filename2 or error.filename
-        text = f"{error.strerror}: {place}" if place else error.strerror
+        path = error.filename2 or error.filename
+        text = f"{error.strerror}: {path}" if path else error.strerror
     elif isinstance(error, click.UsageError):
         called = NAME if error.ctx is None else error.ctx.command_path
         text = f"{error.format_message()} See {called} --help."

@@ -1,4 +1,4 @@
-"""``rollout-skip resume``: go on with a training from its manifest."""
+"""``rollout-skip resume``: continues a training from its manifest."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from verl_rollout_skip.cli.text import line
     cls=Command,
     examples="rollout-skip resume /data/dumps/RUN/VARIANT/manifest.json\n"
     "rollout-skip resume MANIFEST trainer.total_training_steps=100\n"
-    "rollout-skip resume MANIFEST actor_rollout_ref.model.path=/other/place\n"
+    "rollout-skip resume MANIFEST actor_rollout_ref.model.path=/new/path\n"
     "                               the model was moved; its content is checked\n"
-    "rollout-skip resume MANIFEST --dry-run    only say what would be run",
+    "rollout-skip resume MANIFEST --dry-run    only show what would run",
 )
-@path_argument("manifest", "a manifest.json, or the folder that it is in")
+@path_argument("manifest", "a manifest.json, or its folder")
 @click.argument(
     "overrides", cls=Argument, nargs=-1, metavar="[KEY=VALUE]...", help="settings to change, as on verl's command line"
 )
-@click.option("--dry-run", is_flag=True, help="check everything and train nothing")
+@click.option("--dry-run", is_flag=True, help="check everything, but do not train")
 def command(manifest: str, overrides: tuple[str, ...], dry_run: bool) -> Result:
-    """Go on with a recorded training: recorded steps are loaded, the following ones are generated and recorded into the
-    same run.
+    """Continue a recorded training: recorded steps are loaded; later steps are generated and recorded into the same
+    run.
 
-    If the configuration says that training resumes from a checkpoint and there is one, it starts there. Needs verl, and
-    what the training needs, in this environment.
+    If the configuration resumes from a checkpoint and there is one, the training starts there. This environment must
+    have verl and everything else that the training needs.
     """
     from verl_rollout_skip.config import describe_steps
     from verl_rollout_skip.messages import show_messages
@@ -38,12 +38,12 @@ def command(manifest: str, overrides: tuple[str, ...], dry_run: bool) -> Result:
     show_messages()
     resumption = plan_resumption(manifest, overrides)
     check_environment()
-    # Imported late: torch takes seconds, and a wrong path should not.
+    # Imported late: importing torch takes seconds, and a wrong path should fail at once.
     from verl_rollout_skip.rollout import RolloutSkip
     from verl_rollout_skip.store.reader import StoreReader
 
     with RolloutSkip.open(resumption.config, own_trainer(resumption.manifest)):
-        pass  # whatever does not fit is told by now
+        pass  # every mismatch has been reported by now
     recorded = StoreReader.at(resumption.manifest.path.removesuffix("/manifest.json"))
     data = {
         "manifest": resumption.manifest.path,
@@ -60,9 +60,9 @@ def command(manifest: str, overrides: tuple[str, ...], dry_run: bool) -> Result:
 
 
 def render(console: Console, data: dict[str, Any]) -> None:
-    line(console, f"{data['manifest']}: {data['trainer']}, steps {data['recorded_steps']} are recorded")
+    line(console, f"{data['manifest']}: {data['trainer']}, recorded steps {data['recorded_steps']}")
     line(console, f"  mode {data['mode']}")
     for key, value in data["followed"].items():
-        line(console, f"  {key} followed to {value}")
+        line(console, f"  {key} is now {value} too")
     if not data["trained"]:
         line(console, "nothing was run (--dry-run)")

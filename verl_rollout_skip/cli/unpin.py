@@ -1,4 +1,4 @@
-"""``rollout-skip unpin``: takes pins away; what was pinned stays until it is pruned."""
+"""``rollout-skip unpin``: removes pins, never the steps."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from verl_rollout_skip.pins import read_pins, remove_pin
 )
 @path_argument()
 @steps_option()
-@click.option("--variant", "whole", is_flag=True, help="the pin of the whole variant")
+@click.option("--variant", "whole", is_flag=True, help="remove the pin of the whole variant")
 def command(path: str, steps: str | None, whole: bool) -> Result:
-    """Take pins away. Nothing is removed by this: what was pinned stays until it is pruned."""
+    """Remove pins. The steps stay until you prune them."""
     place = find_place(path, steps)
     check_choice(place, whole)
     removed = []
     for variant in place.variants if whole else [place.only_variant()]:
         for pin in read_pins(variant.storage):
-            meant = whole if pin.step is None else not whole and pin.step in place.steps
-            if meant and remove_pin(variant.storage, pin.step):
+            selected = whole if pin.step is None else not whole and pin.step in place.steps
+            if selected and remove_pin(variant.storage, pin.step):
                 removed.append(plain(variant, pin))
     return Result({"unpinned": removed}, render)
 
@@ -39,4 +39,4 @@ def render(console: Console, data: dict[str, Any]) -> None:
     if data["unpinned"]:
         render_pins(console, data["unpinned"])
     else:
-        line(console, "was not pinned")
+        line(console, "nothing was pinned")

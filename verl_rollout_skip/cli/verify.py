@@ -1,4 +1,4 @@
-"""``rollout-skip verify``: everything that can be checked about recorded rollouts, and a list of what is wrong."""
+"""``rollout-skip verify``: checks recorded rollouts completely and lists every problem."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from verl_rollout_skip.pruning import find_set_aside
 @path_argument()
 @steps_option()
 def command(path: str, steps: str | None) -> Result:
-    """Read everything and check it: the digest of each Parquet file, its record, the page checksums, that it can be
-    decoded, and each manifest.
+    """Read and check everything: the digest, record and page checksums of each Parquet file, that it can be decoded,
+    and each manifest.
 
-    The exit code is 1 if anything is wrong.
+    The exit code is 1 if there is any problem.
     """
     place = find_place(path, steps)
     place.check_chosen()
@@ -59,31 +59,31 @@ def command(path: str, steps: str | None) -> Result:
 def render(console: Console, data: dict[str, Any]) -> None:
     for problem in data["problems"]:
         line(console, f"{problem['path']}: {problem['error']}", "red")
-    for place in data["set_aside"]:
-        line(console, f"set aside earlier: {place}", "yellow")
-    held = counted(data["entries"], "entry", "entries")
+    for path in data["set_aside"]:
+        line(console, f"set aside earlier: {path}", "yellow")
+    entries = counted(data["entries"], "entry", "entries")
     bad = len(data["problems"])
-    found = counted(bad, "problem") if bad else "all fine"
-    line(console, f"{held} in {counted(data['variants'], 'variant')} checked, {found}", "red" if bad else "green")
+    found = counted(bad, "problem") if bad else "no problems"
+    line(console, f"{entries} in {counted(data['variants'], 'variant')} checked, {found}", "red" if bad else "green")
 
 
 def set_aside(variant: Variant) -> list[str]:
-    """Where the entries are that a training set aside because it could not read them."""
+    """The paths of entries that a training set aside because it could not read them."""
     found = find_set_aside(variant.storage)
     return sorted(variant.storage.where(file.folder, file.name) for file in found if ".parquet." in file.name)
 
 
 def _without_manifest(variant: Variant, hashes: set[str | None]) -> str:
-    """What is missing, and how to get it back. ``hashes`` are what the records say of the settings."""
+    """Explain how to restore a missing manifest. ``hashes`` are the settings hashes in the records."""
     text = "manifest.json is missing, so no training uses these rollouts. Restore it from a copy"
     known = [found for found in hashes if found is not None]
     if len(hashes) != 1 or not known:
-        return f"{text}, or record again: the records do not prove with which settings they were made."
+        return f"{text}, or record again: the records do not prove which settings they were made with."
     name = variant_name(known[0])
     back = "" if name == variant.name else f"rename the folder back to {name} and "
     return (
-        f"{text}; or {back}start the training again with the settings of the recording and rollout_skip.mode=cache: it "
-        "writes the manifest again, because every record says with which settings it was made."
+        f"{text}; or {back}start the training again with the recorded settings and rollout_skip.mode=cache: it "
+        "writes the manifest again, because every record names the settings it was made with."
     )
 
 

@@ -1,1 +1,1 @@
-"""Dumps of verl's own rollout skip (0.6 to 0.9), read without running anything that is in them."""
+"""Reads dumps of verl's own rollout skip (0.6 to 0.9) without executing any code in them."""

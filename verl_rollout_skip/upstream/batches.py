@@ -1,4 +1,4 @@
-"""The batches in dumps of verl: TensorDict in the shapes in which it is pickled, and DataProto around it."""
+"""Builds the batches in verl's dumps: TensorDict in its pickled forms, and DataProto around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_rollout_skip.upstream.values import DTYPES, Builder, Make, make_jagged
 
 @dataclass
 class DataProtoParts:
-    """What verl's DataProto holds, without verl; the store takes it for one."""
+    """The contents of verl's DataProto, without importing verl; the store treats it as one."""
 
     batch: TensorDict | None
     non_tensor_batch: dict[str, np.ndarray]
@@ -28,13 +28,13 @@ def _consolidated(builder: Builder, call: Call) -> TensorDict:
     metadata, storage = call.arguments
     data = builder.build(storage)
     if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 1:
-        raise ValueError("its storage is no tensor of bytes")
+        raise ValueError("its storage is not a tensor of bytes")
     return _from_metadata(builder, metadata, data, set())
 
 
 def _from_metadata(builder: Builder, metadata: Any, data: torch.Tensor, seen: set[int]) -> TensorDict:
     if id(metadata) in seen:
-        raise ValueError("a part of it stands in several places")
+        raise ValueError("it contains the same part twice")
     seen.add(id(metadata))
     rest = dict(_dict(metadata))
     _tensordict_class(rest.pop("cls"))
@@ -66,14 +66,14 @@ def _leaf(builder: Builder, data: torch.Tensor, dtype: torch.dtype, shape: Any, 
     count = math.prod(sizes)
     width = count * torch.empty(0, dtype=dtype).element_size()
     if not start + width <= stop <= len(data):
-        raise ValueError(f"a tensor of size {list(sizes)} does not lie within its storage")
+        raise ValueError(f"a tensor of size {list(sizes)} exceeds its storage")
     builder.budget.weigh(width // 8)
     return data[start : start + width].clone().view(dtype).view(sizes)
 
 
 def _dtype(name: Any) -> torch.dtype:
     if not isinstance(name, str) or name.removeprefix("torch.") not in DTYPES:
-        raise ValueError("it has a type that is not known")
+        raise ValueError("it has an unknown dtype")
     return DTYPES[name.removeprefix("torch.")]
 
 
@@ -102,7 +102,7 @@ def _plain_tensordict(builder: Builder, call: Call) -> TensorDict:
 
 def _tensordict_class(kind: Any) -> None:
     if not isinstance(kind, str | Name) or str(kind) not in ("TensorDict", "tensordict._td.TensorDict"):
-        raise ValueError("it is another class than TensorDict")
+        raise ValueError("its class is not TensorDict")
 
 
 def _non_tensor(builder: Builder, call: Call) -> NonTensorData:
@@ -113,13 +113,13 @@ def _non_tensor(builder: Builder, call: Call) -> NonTensorData:
 
 
 def _non_tensor_stack(builder: Builder, call: Call) -> NonTensorStack:
-    place, items = call.state["stack_dim"], call.state["tensordicts"]
-    if type(place) is not int or place != 0 or not isinstance(items, list | tuple):
+    dim, items = call.state["stack_dim"], call.state["tensordicts"]
+    if type(dim) is not int or dim != 0 or not isinstance(items, list | tuple):
         raise ValueError("it is not stacked along the rows")
     builder.budget.weigh(len(items))
     cells = [builder.build(item) for item in items]
     if not all(isinstance(cell, NonTensorData) for cell in cells):
-        raise ValueError("it holds something else than cells")
+        raise ValueError("it contains something other than cells")
     return NonTensorStack(*cells)
 
 
@@ -131,9 +131,9 @@ def _data_proto(builder: Builder, call: Call) -> DataProtoParts:
         tensors = None if batch is None else _from_numpy(builder, batch)
     columns, meta = builder.build(columns), builder.build(meta)
     if not isinstance(tensors, TensorDict | None) or not isinstance(columns, dict) or not isinstance(meta, dict):
-        raise ValueError("it does not hold tensors, arrays and meta_info")
+        raise ValueError("it does not consist of tensors, arrays and meta_info")
     if tensors is not None and len(tensors.batch_size) != 1:
-        raise ValueError(f"its tensors have a batch size of {len(tensors.batch_size)} dimensions, not of 1")
+        raise ValueError(f"the batch size of its tensors has {len(tensors.batch_size)} dimensions instead of 1")
     _check_columns(columns, None if tensors is None else int(tensors.batch_size[0]))
     return DataProtoParts(tensors, columns, meta)
 
@@ -144,11 +144,11 @@ def _check_columns(columns: dict[Any, Any], rows: int | None) -> None:
             raise ValueError(f"column {shortened(name)} is a {type(column).__name__}, not an array with rows")
         rows = len(column) if rows is None else rows
         if len(column) != rows:
-            raise ValueError(f"column {shortened(name)} has {len(column)} rows, and there are {rows}")
+            raise ValueError(f"column {shortened(name)} has {len(column)} rows instead of {rows}")
 
 
 def _from_numpy(builder: Builder, state: Any) -> TensorDict:
-    """What verl writes with ``VERL_DATAPROTO_SERIALIZATION_METHOD=numpy``."""
+    """The format that verl writes with ``VERL_DATAPROTO_SERIALIZATION_METHOD=numpy``."""
     batch_size, _, items = state
     made = TensorDict({}, batch_size=builder.shape(batch_size))
     builder.budget.weigh(len(_dict(items)))
@@ -181,4 +181,4 @@ CALLS: dict[str, Make] = {
     "verl.protocol.DataProto": _data_proto,
 }
 NAMES = values.NAMES | frozenset(CALLS) | {"tensordict._td.TensorDict"}
-"""Every name that may stand in a dump of rollouts."""
+"""Every name that is allowed in a dump of rollouts."""

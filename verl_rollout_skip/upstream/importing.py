@@ -1,8 +1,8 @@
-"""Dumps of verl's own rollout skip into a variant of ours, with a manifest that says what is known of them.
+"""Imports dumps of verl's own rollout skip into a variant, with a manifest of what is known about them.
 
-verl writes down neither the settings nor the files that a dump was made from. Whoever has the configuration of that
-training can vouch for it; otherwise the manifest says that the settings are not known, and a training uses the rollouts
-only if it is told to use those of other settings.
+verl records neither the settings nor the files that a dump was made from. A user who has the configuration of that
+training can vouch for it. Otherwise the manifest says that the settings are unknown, and a training uses the rollouts
+only if it is configured to accept different settings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SETTINGS = "(settings)"
 
 @dataclass(frozen=True)
 class ImportedEntry:
-    """A dump that became an entry. Without its input a training cannot tell what its responses answer."""
+    """A dump that became an entry. Without its input, a training cannot tell which prompts the responses belong to."""
 
     key: RolloutKey
     rows: int
@@ -49,7 +49,7 @@ class ImportedEntry:
 
 @dataclass
 class Imported:
-    """What became of each dump."""
+    """The outcome of each dump."""
 
     entries: list[ImportedEntry] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
@@ -57,23 +57,23 @@ class Imported:
 
 
 def read_config(path: Path) -> DictConfig:
-    """The configuration of the training that made the dumps, as hydra writes it."""
+    """Read the configuration of the training that made the dumps, as Hydra writes it."""
     try:
         config = OmegaConf.load(path)
     except OSError:
         raise
-    except Exception as error:  # YAML has errors of its own
+    except Exception as error:  # YAML raises its own errors
         raise ConfigError(f"{path} cannot be read as a YAML configuration: {error}") from error
     if not isinstance(config, DictConfig):
-        raise ConfigError(f"{path} is no configuration of a training: it holds a list.")
+        raise ConfigError(f"{path} is not the configuration of a training: it contains a list.")
     return config
 
 
 class Destination:
-    """The variant folder that the dumps go into. Nothing is written there before the first of them.
+    """The variant folder that the dumps go into. Nothing is written there before the first dump.
 
-    With a configuration that is a variant below a dump_dir, as a training with it would make it; without one it is the
-    destination itself.
+    With a configuration, it is the variant in a dump_dir that a training would create; without one, the destination
+    itself.
     """
 
     def __init__(self, destination: str, source: Path, layout: Layout, config: DictConfig | None) -> None:
@@ -98,7 +98,7 @@ class Destination:
 
     @cached_property
     def store(self) -> RolloutStore:
-        """Where entries go; the manifest is there before them."""
+        """The store for the entries; the manifest is written before them."""
         write_manifest(self._storage, self._manifest)
         if self._config is not None:
             copy_tokenizer(self._config, self._storage)
@@ -106,9 +106,9 @@ class Destination:
 
 
 def import_dumps(dumps: list[Dump], destination: Destination) -> Imported:
-    """Put each dump into the store. One that cannot be read or stored is a problem, and the others are imported.
+    """Put each dump into the store. A dump that cannot be read or stored is a problem; the others are still imported.
 
-    A file that asks for anything but data ends it at once.
+    A file that contains anything but data stops the import.
     """
     done = Imported()
     calls: Counter[int] = Counter()
@@ -120,16 +120,16 @@ def import_dumps(dumps: list[Dump], destination: Destination) -> Imported:
                 done.skipped.append((where, "a validation rollout"))
                 continue
             step = _step_of(dump, inputs)
-            # Counted before it is read: a dump that is damaged keeps its place among those of its step.
+            # Counted before it is read, so that a damaged dump keeps its number within the step.
             key = RolloutKey(step, dump.number if dump.layout is Layout.SAMPLED else calls[step])
             calls[step] += 1
             done.entries.append(_import(destination, key, dump, inputs))
         except UnsafePickleError as error:
             raise UnsafePickleError(
-                f"{where} is refused. {error} {len(done.entries)} dumps were imported before."
+                f"{where} is rejected. {error} {len(done.entries)} dumps were imported before it."
             ) from error
         except (DumpError, ManifestError):
-            raise  # it is the destination that cannot be written, which the next dump does not change
+            raise  # the destination is not writable, so the next dump would fail too
         except RolloutSkipError as error:
             done.problems.append((where, str(error)))
         except (TypeError, ValueError, RuntimeError) as error:
@@ -143,10 +143,10 @@ def _import(destination: Destination, key: RolloutKey, dump: Dump, inputs: DataP
         batch: Any = _sampled(read_dump_file(str(dump.output)))
     else:
         batch = _data_proto(dump.output)
-        inputs = None if inputs is None else _lined_up(inputs, _rows(batch))
+        inputs = None if inputs is None else _aligned(inputs, _rows(batch))
     info = {"imported_from": str(dump.output.absolute()), "upstream": dump.layout.value, SAMPLING: sampling_of(inputs)}
     if not destination.is_open:
-        codec.prepare(batch, inputs)  # what cannot be stored leaves no folder behind
+        codec.prepare(batch, inputs)  # fail before the folder is created
     store = destination.store
     store.put(key, batch, inputs=inputs, info=info)
     return ImportedEntry(key, store.record(key).rows, inputs is not None, str(dump.output))
@@ -155,14 +155,14 @@ def _import(destination: Destination, key: RolloutKey, dump: Dump, inputs: DataP
 def _data_proto(path: Path) -> DataProtoParts:
     found = read_dump_file(str(path))
     if not isinstance(found, DataProtoParts):
-        raise DamagedDumpError(f"It holds a {type(found).__name__}, not a DataProto.")
+        raise DamagedDumpError(f"It contains a {type(found).__name__}, not a DataProto.")
     return found
 
 
 def _sampled(payload: Any) -> TensorDict:
     """The fields of a sampled batch; the keys and tags of TransferQueue become columns."""
     if not isinstance(payload, dict) or not isinstance(payload.get("tensordict"), TensorDict):
-        raise DamagedDumpError("It holds no sampled batch.")
+        raise DamagedDumpError("It does not contain a sampled batch.")
     batch: TensorDict = payload["tensordict"]
     for name, column in (("tq_key", payload.get("keys")), ("tq_tag", payload.get("tags"))):
         if isinstance(column, list) and column and len(column) == len(batch):
@@ -171,7 +171,7 @@ def _sampled(payload: Any) -> TensorDict:
 
 
 def _step_of(dump: Dump, inputs: DataProtoParts | None) -> int:
-    """verl 0.8 counts generate calls, validation included; the training's own step is in the input."""
+    """verl 0.8 counts generate calls including validation, so the training's step is taken from the input."""
     step = None if inputs is None else inputs.meta_info.get("global_steps")
     return step if type(step) is int and 0 <= step < 2**63 else dump.step
 
@@ -182,12 +182,12 @@ def _rows(batch: DataProtoParts) -> int:
     return len(next(iter(batch.non_tensor_batch.values()), ()))
 
 
-def _lined_up(inputs: DataProtoParts, rows: int) -> DataProtoParts:
-    """The input with one row a trajectory: some trainers hand over each prompt once and repeat it later."""
+def _aligned(inputs: DataProtoParts, rows: int) -> DataProtoParts:
+    """The input with one row per trajectory: some trainers pass each prompt once and repeat it later."""
     given = _rows(inputs)
     if given == rows or not given or rows % given:
         return inputs
-    places = np.repeat(np.arange(given), rows // given)
-    batch = None if inputs.batch is None else inputs.batch[places.tolist()]
-    columns = {name: array[places] for name, array in inputs.non_tensor_batch.items()}
+    indices = np.repeat(np.arange(given), rows // given)
+    batch = None if inputs.batch is None else inputs.batch[indices.tolist()]
+    columns = {name: array[indices] for name, array in inputs.non_tensor_batch.items()}
     return DataProtoParts(batch, columns, inputs.meta_info)

@@ -1,4 +1,4 @@
-"""Where verl's own rollout skip puts its dumps, version by version."""
+"""Finds the dumps of verl's own rollout skip in the folder layout of each version."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _DEPTH = 3
 
 
 class Layout(str, Enum):
-    """Whose dumps they are, by the shape of their folders."""
+    """The verl version that wrote the dumps, told by their folder layout."""
 
     ONE_FILE = "0.6 and 0.7"
-    """One file for all steps: what the first generate call returned."""
+    """One file for all steps, with the output of the first generate call."""
     GEN_STEPS = "0.8"
-    """A folder for each generate call, with its input and its output."""
+    """One folder per generate call, with its input and output."""
     STEPS = "0.9"
-    """A folder for each step, with its output."""
+    """One folder per step, with its output."""
     SAMPLED = "0.9, V1"
-    """A folder for each step, and in it one for each sampled batch."""
+    """One folder per step, with one subfolder per sampled batch."""
 
 
 @dataclass(frozen=True)
 class Dump:
-    """One dump: its files, and the step and the number within it that verl gave it."""
+    """One dump: its files, its step, and its number within the step."""
 
     layout: Layout
     step: int
@@ -43,9 +43,9 @@ class Dump:
 
 
 def find_dumps(path: Path, step: int = 1) -> tuple[list[Dump], list[str]]:
-    """The dumps below a path, in order, and folders that verl itself would not read. Several recordings are an error.
+    """The dumps below a path, in order, and incomplete folders. More than one recording is an error.
 
-    ``step`` is the key for a dump that does not say one.
+    ``step`` is the step for a dump that does not have one.
     """
     if path.is_file():
         return [Dump(Layout.ONE_FILE, step, 0, path)], []
@@ -54,14 +54,14 @@ def find_dumps(path: Path, step: int = 1) -> tuple[list[Dump], list[str]]:
     found = {folder: dumps for folder in _folders(path, _DEPTH) for dumps in [_dumps_in(folder)] if any(dumps)}
     files = [file for folder in _folders(path, 1) for file in sorted(folder.iterdir()) if _is_one_file(file)]
     if len(found) + len(files) > 1:
-        listed = ", ".join(str(place) for place in [*found, *files])
-        raise StoreError(f"{path} holds several recordings, choose one: {listed}")
+        listed = ", ".join(str(recording) for recording in [*found, *files])
+        raise StoreError(f"{path} contains several recordings, choose one: {listed}")
     if files:
         return [Dump(Layout.ONE_FILE, step, 0, files[0])], []
     if not found:
         raise StoreError(
-            f"{path} holds no dumps of verl's rollout skip: no *_GBS…__N… file (0.6, 0.7), genstep_…/{_OUTPUT} (0.8), "
-            f"STEP/{_OUTPUT} (0.9) or STEP/NUMBER/{_SAMPLED} (0.9, V1)."
+            f"{path} contains no dumps of verl's rollout skip: no *_GBS…__N… file (0.6, 0.7), genstep_…/{_OUTPUT} "
+            f"(0.8), STEP/{_OUTPUT} (0.9) or STEP/NUMBER/{_SAMPLED} (0.9, V1)."
         )
     [(dumps, incomplete)] = found.values()
     return sorted(dumps, key=lambda dump: (dump.step, dump.number)), incomplete
@@ -102,7 +102,7 @@ def _dumps_in(folder: Path) -> tuple[list[Dump], list[str]]:
 
 def _add(dumps: list[Dump], incomplete: list[str], folder: Path, dump: Dump | None) -> None:
     if dump is None:
-        incomplete.append(f"{folder}: files are missing, verl itself would not read it")
+        incomplete.append(f"{folder}: files are missing, so verl itself would not read it either")
     else:
         dumps.append(dump)
 

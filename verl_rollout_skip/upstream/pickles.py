@@ -1,11 +1,11 @@
-"""A pickle as an inert tree: what it asks to be called is written down, and nothing of it is called.
+"""Parses a pickle into an inert tree: calls are recorded, never made.
 
-Python's own unpickler looks names up and calls what it finds; that is how a pickle runs code. This one knows the
-opcodes only. A name becomes a ``Name`` and a call a ``Call``; both are refused unless the name is on the caller's list.
-What a call means is for ``values.py``, which makes arrays and tensors with code of its own.
+Python's own unpickler looks up names and calls what it finds, which is how a pickle executes code. This parser only
+interprets the opcodes. A name becomes a ``Name`` and a call a ``Call``, and any name that is not on the caller's list
+is rejected. ``values.py`` builds arrays and tensors from the calls with its own code.
 
-A few bytes can nest or share a value so deeply that hashing, comparing or printing it never ends, so nothing here does
-any of that to a value that was not looked at: keys are plain values, and errors name types.
+A few bytes can nest or share a value so deeply that hashing, comparing or printing it never ends. So nothing here does
+that to an unchecked value: dict keys must be plain values, and errors name only types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl_rollout_skip.errors import StoreError
 _MAX_OPCODES = 50_000_000
 _MAX_TEXT = 200
 _KEYS = (str, int, float, bytes, type(None))
-# Larger integers can be chosen such that all have the same hash, and a dict of them takes quadratic time.
+# Larger integers can be chosen to all have the same hash, and a dict of them takes quadratic time.
 _INT64 = range(-(2**63), 2**63)
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = {
@@ -32,16 +32,16 @@ _IGNORED = {"PROTO", "FRAME"}
 
 
 class UnsafePickleError(StoreError):
-    """A pickle asks for something that no dump of rollouts needs. Nothing of it was run."""
+    """A pickle asks for something that no dump of rollouts needs. None of its code was executed."""
 
 
 class DamagedDumpError(StoreError):
-    """A dump is cut off or changed, or is no dump of rollouts at all."""
+    """A dump is truncated or changed, or is not a dump of rollouts at all."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A module and something in it, by name only."""
+    """The name of something in a module."""
 
     module: str
     name: str
@@ -52,7 +52,7 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call that was asked for and not made, with the state that the result was to be given."""
+    """A requested call that was not made, with the state for its result."""
 
     function: Name
     arguments: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Persistent:
-    """What lies outside the pickle, by the name that it gives it: in torch's files the storages."""
+    """A reference to data outside the pickle: the storages in a torch file."""
 
     identity: Any
 
@@ -76,21 +76,21 @@ _SET = Name("builtins", "set")
 
 
 def read_pickle(stream: IO[bytes], allowed: Container[str], max_opcodes: int = _MAX_OPCODES) -> Any:
-    """The tree of the pickle that begins here; the stream is then at its end.
+    """Parse the pickle at the stream's position, leaving the stream at the end of the pickle.
 
-    Raises ``UnsafePickleError`` on any name that is not allowed, and ``DamagedDumpError`` on what is no pickle.
+    Raises ``UnsafePickleError`` for a name that is not allowed, and ``DamagedDumpError`` for data that is not a pickle.
     """
     return _Machine(allowed).run(stream, max_opcodes)
 
 
 def shortened(text: object) -> str:
-    """What an error or a name says, at a length that people read; files can put anything into it."""
+    """An error or a name, cut to a readable length; a file can put anything into it."""
     found = str(text)
     return found if len(found) <= _MAX_TEXT else f"{found[:_MAX_TEXT]}…"
 
 
 def check_key(key: Any) -> Any:
-    """The key of a dict, if it is a plain value: the hash of any other may not end, or overflow the stack."""
+    """Return a dict key if it is a plain value; hashing any other may never end or overflow the stack."""
     if not isinstance(key, _KEYS):
         raise DamagedDumpError(f"A dict in it has a {type(key).__name__} as a key.")
     if isinstance(key, int) and key not in _INT64:
@@ -99,7 +99,7 @@ def check_key(key: Any) -> Any:
 
 
 class _Machine:
-    """The stack machine of pickles, as far as data needs it."""
+    """The stack machine of pickles, reduced to the instructions that data needs."""
 
     def __init__(self, allowed: Container[str]) -> None:
         self._allowed = allowed
@@ -117,7 +117,7 @@ class _Machine:
             [_] = self._stack
             return self._pop()
         except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DamagedDumpError(f"It is cut off, or no pickle ({shortened(error)}).") from error
+            raise DamagedDumpError(f"It is truncated or not a pickle ({shortened(error)}).") from error
 
     def _step(self, opcode: str, argument: Any) -> None:
         stack = self._stack
@@ -141,11 +141,11 @@ class _Machine:
 
     def _name(self, module: Any, name: Any) -> Name:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise UnsafePickleError("It asks for something by a name that is no text, which no dump of rollouts does.")
+            raise UnsafePickleError("It asks for a name that is not a string, which no dump of rollouts does.")
         if f"{module}.{name}" not in self._allowed:
             raise UnsafePickleError(
-                f"It asks for {shortened(f'{module}.{name}')}, which no dump of rollouts needs: it was made by "
-                "something else, or to run code on your machine. Nothing of it was run."
+                f"It asks for {shortened(f'{module}.{name}')}, which no dump of rollouts needs: it is some other file, "
+                "or was made to run code on your machine. None of its code was executed."
             )
         return Name(module, name)
 
@@ -161,13 +161,13 @@ class _Machine:
         return top
 
     def _since_mark(self) -> list[Any]:
-        place = len(self._stack) - 1
-        while self._stack[place] is not _MARK:
-            place -= 1
-            if place < 0:
+        index = len(self._stack) - 1
+        while self._stack[index] is not _MARK:
+            index -= 1
+            if index < 0:
                 raise IndexError("a mark is missing")
-        found = self._stack[place + 1 :]
-        del self._stack[place:]
+        found = self._stack[index + 1 :]
+        del self._stack[index:]
         return found
 
     def mark(self) -> None:
@@ -180,13 +180,13 @@ class _Machine:
     def reduce(self) -> None:
         arguments, function = self._pop(), self._pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
-            raise UnsafePickleError("It asks to call something that is no named function.")
+            raise UnsafePickleError("It asks to call something that is not a named function.")
         self._stack.append(Call(function, arguments))
 
     def build(self) -> None:
         state, target = self._pop(), self._top()
         if not isinstance(target, Call) or target.state is not None:
-            raise UnsafePickleError("It asks to change something that it did not make.")
+            raise UnsafePickleError("It asks to change something that it did not create.")
         target.state = state
 
     def persistent(self) -> None:
@@ -237,7 +237,7 @@ class _Machine:
         items = self._since_mark()
         target = self._top()
         if not isinstance(target, Call) or target.function is not _SET:
-            raise UnsafePickleError("It asks to add to something that is no set.")
+            raise UnsafePickleError("It asks to add to something that is not a set.")
         target.arguments[0].extend(items)
 
     def frozen_set(self) -> None:
@@ -284,7 +284,7 @@ _ACTIONS: dict[str, Callable[[_Machine], None]] = {
 
 def _list(target: Any) -> list[Any]:
     if type(target) is not list:
-        raise UnsafePickleError("It asks to append to something that is no list.")
+        raise UnsafePickleError("It asks to append to something that is not a list.")
     return target
 
 
@@ -295,4 +295,4 @@ def _set_items(target: Any, items: list[Any]) -> None:
     elif isinstance(target, Call):
         target.items.extend(pairs)
     else:
-        raise UnsafePickleError("It asks to set items of something that is no dict.")
+        raise UnsafePickleError("It asks to set items of something that is not a dict.")

@@ -1,7 +1,7 @@
-"""Files of ``torch.save`` and ``pickle.dump``, read into values without running what is in them.
+"""Reads files written by ``torch.save`` and ``pickle.dump`` without executing any code in them.
 
-A file of torch is a zip archive: a pickle, and beside it the bytes of each storage, which the pickle names. What a file
-announces is compared with its size before anything of that size is made.
+A torch file is a zip archive with a pickle and the bytes of each storage that the pickle names. Sizes that a file
+claims are checked against its actual size before any memory is allocated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def read_dump_file(path: str) -> Any:
-    """The value in a file of ``torch.save`` or ``pickle.dump``."""
+    """The value in a file written by ``torch.save`` or ``pickle.dump``."""
     try:
         with _Bounded(path) as file:
             budget = Budget(file.size)
@@ -31,19 +31,19 @@ def read_dump_file(path: str) -> Any:
             return Builder(CALLS, budget, read_torch_bytes).build(read_pickle(file, NAMES))
     except StoreError:
         raise
-    except Exception as error:  # damage shows in many ways, and zipfile has many errors
+    except Exception as error:  # damage takes many forms, and zipfile raises many errors
         raise DamagedDumpError(f"It cannot be read ({type(error).__name__}: {shortened(error)}).") from error
 
 
 def read_torch_bytes(data: bytes, budget: Budget) -> Any:
-    """The value of what ``torch.save`` wrote into memory."""
+    """The value in bytes written by ``torch.save``."""
     if not data.startswith(_ZIP):
-        raise DamagedDumpError("It holds tensors in a format that is not known here.")
+        raise DamagedDumpError("It contains tensors in an unknown format.")
     return _read_zip(io.BytesIO(data), budget)
 
 
 class _Bounded(io.BufferedReader):
-    """A file of which never more is asked for than it has: Python makes room for what is asked for first."""
+    """A file that never reads more than its size, because Python allocates the requested size first."""
 
     def __init__(self, path: str) -> None:
         super().__init__(io.FileIO(path))
@@ -60,16 +60,16 @@ def _read_zip(file: IO[bytes], budget: Budget) -> Any:
 
 def _read_archive(archive: zipfile.ZipFile, size: int, budget: Budget) -> Any:
     if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
-        raise DamagedDumpError("It is compressed, and torch does not do that.")
+        raise DamagedDumpError("It is compressed, which torch never does.")
     if sum(max(item.file_size, item.compress_size) for item in archive.infolist()) > size:
-        raise DamagedDumpError("It announces more data than it has.")
+        raise DamagedDumpError("It claims to have more data than it does.")
     names = set(archive.namelist())
     pickles = [name for name in names if name.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise DamagedDumpError("It is a zip file, but not one of torch.")
+        raise DamagedDumpError("It is a zip file, but not one written by torch.")
     root = pickles[0].removesuffix("/data.pkl")
     if f"{root}/byteorder" in names and archive.read(f"{root}/byteorder") != b"little":
-        raise DamagedDumpError("It was written by a big-endian machine.")
+        raise DamagedDumpError("It was written on a big-endian machine.")
     storages: dict[str, Storage] = {}
 
     def find_storage(identity: Any) -> Storage:

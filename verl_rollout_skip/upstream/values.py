@@ -1,9 +1,8 @@
-"""From the inert tree of a pickle to containers, arrays and tensors, each made by code that stands here.
+"""Builds containers, arrays and tensors from the inert tree of a pickle, using only the code in this module.
 
-Every kind of call has one function below, which checks its arguments and makes the value from bytes. Objects that the
-pickle shares between rows are shared again. What is shared can be asked for any number of times by a few bytes, so all
-work is counted, and a file has a ``Budget`` by its size. Nothing is compared, hashed or printed before its type is
-known.
+Each kind of call has one function, which checks the arguments and builds the value from bytes. Objects that the pickle
+shares between rows stay shared. A few bytes can refer to a shared object any number of times, so all work is counted
+against a ``Budget`` that depends on the file's size. No value is compared, hashed or printed before its type is known.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from verl_rollout_skip.upstream.pickles import (
 _MAX_DEPTH = 100
 _MAX_DIMENSIONS = 32
 _FREE_WEIGHT = 2_000_000
-# Rollouts of one prompt share what belongs to it, so an honest file weighs a multiple of its size.
+# Rollouts of one prompt share its data, so an honest file costs a multiple of its size.
 _WEIGHT_PER_BYTE = 64
-# Calls can share their pairs without end, and each pair is looked at several times.
+# Any number of calls can share the same pairs, and each pair is visited several times.
 _PAIR_WEIGHT = 8
 _FREE_ROWS = 1 << 20
-# What stands before the bytes of a storage has about fifty instructions.
+# The header of a storage has about fifty instructions.
 _MAX_HEADER_OPCODES = 1000
 _NODES = (dict, list, tuple, Call, Persistent, Name)
 _WITH_SIZE = (str, bytes, int)
@@ -65,38 +64,38 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*STORAGES.value
 
 @dataclass(frozen=True)
 class Storage:
-    """The elements of a torch storage, one dimension."""
+    """The elements of a torch storage, as a one-dimensional tensor."""
 
     elements: torch.Tensor
 
 
 class Budget:
-    """What making the values of one file may cost, by its size in bytes.
+    """Limits the cost of building the values of one file, by its size in bytes.
 
-    The unit is an object, or eight bytes of bulk data. All is counted as if nothing in it were shared.
+    The unit is one object or eight bytes of bulk data. Shared objects count each time.
     """
 
     def __init__(self, size: int) -> None:
         self._limit = _FREE_WEIGHT + _WEIGHT_PER_BYTE * size
         self.spent = 0
         self.max_rows = max(size, _FREE_ROWS)
-        """No dimension of an array is longer: a row takes a byte at least."""
+        """The limit for any dimension of an array: a row takes at least one byte."""
         self.torch_files = 0
 
     def weigh(self, amount: int) -> None:
         self.spent += amount
         if self.spent > self._limit:
-            raise DamagedDumpError("It repeats parts of itself so often that it would not fit into memory.")
+            raise DamagedDumpError("It repeats parts of itself so often that it would not fit in memory.")
 
 
 Make = Callable[["Builder", Call], Any]
 
 
 class Builder:
-    """Makes the values of one tree.
+    """Builds the values of one tree.
 
-    ``calls`` says how what is called is made. ``find_storage`` gives the storages that lie outside the pickle, and
-    ``read_torch`` reads a file of torch that lies within it, on the same budget.
+    ``calls`` maps function names to the code that builds their results. ``find_storage`` returns storages outside the
+    pickle, and ``read_torch`` reads a torch file embedded in it, on the same budget.
     """
 
     def __init__(
@@ -130,25 +129,25 @@ class Builder:
         value = self._build(node)
         self._depth -= 1
         self.budget.weigh(1 + _words(value))
-        # The node too, so that its id stays its own.
+        # Keeps the node alive too, so that its id is not reused.
         self._made[id(node)] = (node, value, self.budget.spent - before)
         return value
 
     def read_torch(self, data: bytes) -> Any:
-        """The value of a file of torch within this one. A dump has one, and more could be nested without end."""
+        """The value of a torch file embedded in this one. A dump has one; more could be nested without end."""
         self.budget.torch_files += 1
         if self.budget.torch_files > 1:
-            raise DamagedDumpError("It holds several files of torch.")
+            raise DamagedDumpError("It contains several torch files.")
         return self._read_torch(data, self.budget)
 
     def shape(self, node: Any) -> tuple[int, ...]:
-        """The size of an array or a batch, if it can be one in this file."""
+        """The shape of an array or batch, checked against the size of the file."""
         sizes = self.build(node)
         if not isinstance(sizes, list | tuple) or len(sizes) > _MAX_DIMENSIONS:
-            raise ValueError(f"a {type(sizes).__name__} is no size, or has more than {_MAX_DIMENSIONS} dimensions")
+            raise ValueError(f"a {type(sizes).__name__} is not a shape of at most {_MAX_DIMENSIONS} dimensions")
         found = tuple(natural(size) for size in sizes)
         if any(size > self.budget.max_rows for size in found):
-            raise ValueError(f"size {list(found)} does not lie within the file")
+            raise ValueError(f"size {list(found)} exceeds the file")
         return found
 
     def _build(self, node: Any) -> Any:
@@ -158,17 +157,17 @@ class Builder:
             return type(node)(self.build(item) for item in node)
         if isinstance(node, Persistent):
             if self._find_storage is None:
-                raise DamagedDumpError("It speaks of data outside the file.")
+                raise DamagedDumpError("It refers to data outside the file.")
             return self._find_storage(node.identity)
         if isinstance(node, Name):
             if node.module == "torch" and node.name in DTYPES:
                 return DTYPES[node.name]
-            raise DamagedDumpError(f"It holds {node} as a value.")
+            raise DamagedDumpError(f"It contains {node} as a value.")
         try:
             make = self._calls[str(node.function)]
         except KeyError:
             raise DamagedDumpError(
-                f"It holds a {node.function}, which cannot be stored as part of a rollout."
+                f"It contains a {node.function}, which cannot be stored as part of a rollout."
             ) from None
         self.budget.weigh(_given(node))
         try:
@@ -186,7 +185,7 @@ def _words(value: Any) -> int:
 
 
 def _given(call: Call) -> int:
-    """How much a call is given: any number of calls can share it, and each of them goes through it."""
+    """The size of a call's arguments: any number of calls can share them, and each call visits them."""
     state = call.state if isinstance(call.state, list | tuple) else (call.state,)
     given = [call.arguments, state, *call.arguments[:8], *state[:8]]
     return sum(len(part) for part in given if isinstance(part, list | tuple | dict | str | bytes))
@@ -195,7 +194,7 @@ def _given(call: Call) -> int:
 def _ordered_dict(builder: Builder, call: Call) -> dict[Any, Any]:
     pairs = call.arguments[0] if call.arguments else []
     if not isinstance(pairs, list | tuple) or any(type(pair) not in (list, tuple) or len(pair) != 2 for pair in pairs):
-        raise ValueError("it is not made of pairs")
+        raise ValueError("it does not consist of pairs")
     builder.budget.weigh(_PAIR_WEIGHT * len(pairs))
     return {check_key(key): builder.build(value) for key, value in [*pairs, *call.items]}
 
@@ -203,14 +202,14 @@ def _ordered_dict(builder: Builder, call: Call) -> dict[Any, Any]:
 def _encoded_bytes(builder: Builder, call: Call) -> bytes:
     text, encoding = call.arguments
     if not isinstance(text, str) or encoding != "latin1":
-        raise ValueError("it is no text in latin1")
+        raise ValueError("it is not a latin1 string")
     return text.encode("latin1")
 
 
 def _no_bytes(builder: Builder, call: Call) -> bytes:
-    """Old protocols have no word for bytes; the empty ones are asked for like this."""
+    """Old protocols have no opcode for bytes and request empty bytes by a call."""
     if call.arguments:
-        raise ValueError("bytes made of something")
+        raise ValueError("bytes with arguments")
     return b""
 
 
@@ -220,13 +219,13 @@ def _size(builder: Builder, call: Call) -> tuple[int, ...]:
 
 
 def _device(builder: Builder, call: Call) -> None:
-    """Everything comes to the CPU."""
+    """Everything is loaded to the CPU."""
 
 
 def _dtype(builder: Builder, call: Call) -> np.dtype:
     code, state = call.arguments[0], call.state or (3, "|")
     if not isinstance(code, str) or not _DTYPE.fullmatch(code) or any(part is not None for part in state[2:5]):
-        raise ValueError("it is no plain type")
+        raise ValueError("it is not a plain dtype")
     if not isinstance(state[1], str) or state[1] not in ("<", ">", "|", "="):
         raise ValueError("it has no byte order")
     return np.dtype("O" if code.startswith("O") else f"{state[1]}{code}")
@@ -238,10 +237,10 @@ def _array(builder: Builder, call: Call) -> np.ndarray:
     count = math.prod(sizes)
     if dtype.kind == "O":
         if not isinstance(data, list) or len(data) != count:
-            raise ValueError(f"{count} objects are announced")
+            raise ValueError(f"it does not have {count} objects")
         flat = np.empty(count, dtype=object)
-        for place, item in enumerate(data):
-            flat[place] = builder.build(item)
+        for index, item in enumerate(data):
+            flat[index] = builder.build(item)
     else:
         flat = _elements(builder.build(data), dtype, count)
     return flat.reshape(sizes, order="F" if is_fortran else "C")
@@ -251,7 +250,7 @@ def _array_from_buffer(builder: Builder, call: Call) -> np.ndarray:
     data, dtype_node, shape, order = call.arguments
     dtype, sizes = _built_dtype(builder, dtype_node), builder.shape(shape)
     if not isinstance(order, str) or order not in ("C", "F"):
-        raise ValueError("its elements are in no known order")
+        raise ValueError("its elements are in an unknown order")
     return _elements(builder.build(data), dtype, math.prod(sizes)).reshape(sizes, order="F" if order == "F" else "C")
 
 
@@ -263,13 +262,13 @@ def _scalar(builder: Builder, call: Call) -> Any:
 def _built_dtype(builder: Builder, node: Any) -> np.dtype:
     dtype = builder.build(node)
     if not isinstance(dtype, np.dtype):
-        raise ValueError(f"a {type(dtype).__name__} is no type of an array")
+        raise ValueError(f"a {type(dtype).__name__} is not an array dtype")
     return dtype
 
 
 def _elements(data: Any, dtype: np.dtype, count: int) -> np.ndarray:
     if not isinstance(data, bytes) or len(data) != count * dtype.itemsize or dtype.kind == "O":
-        raise ValueError(f"{count} elements of {dtype} are announced")
+        raise ValueError(f"it does not have {count} elements of {dtype}")
     return np.frombuffer(data, dtype).copy() if count else np.empty(0, dtype)
 
 
@@ -279,18 +278,18 @@ def _tensor(builder: Builder, call: Call) -> torch.Tensor:
     if str(call.function).endswith("_v3"):
         dtype = builder.build(call.arguments[6])
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a {type(dtype).__name__} is no type of a tensor")
+            raise ValueError(f"a {type(dtype).__name__} is not a tensor dtype")
         elements = elements.view(dtype)
     strides = builder.build(stride)
     if not isinstance(strides, list | tuple) or len(strides) > _MAX_DIMENSIONS:
-        raise ValueError(f"a {type(strides).__name__} is no stride")
+        raise ValueError(f"a {type(strides).__name__} is not a stride")
     return _view(elements, natural(offset), list(builder.shape(size)), [natural(step) for step in strides])
 
 
 def _built_storage(builder: Builder, node: Any) -> Storage:
     storage = builder.build(node)
     if not isinstance(storage, Storage):
-        raise ValueError(f"a {type(storage).__name__} is no storage")
+        raise ValueError(f"a {type(storage).__name__} is not a storage")
     return storage
 
 
@@ -298,12 +297,12 @@ def _view(elements: torch.Tensor, offset: int, sizes: list[int], strides: list[i
     count = math.prod(sizes)
     last = offset + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True)) if count else 0
     if count > len(elements) or last >= max(len(elements), 1):
-        raise ValueError(f"size {sizes} with stride {strides} does not lie within {len(elements)} elements")
+        raise ValueError(f"size {sizes} with stride {strides} exceeds {len(elements)} elements")
     return elements.as_strided(sizes, strides, offset).clone() if count else elements.new_empty(sizes)
 
 
 def _tensor_of_type(builder: Builder, call: Call) -> Any:
-    """A tensor with attributes, which are left out, or a jagged tensor."""
+    """A tensor with attributes, which are dropped, or a jagged tensor."""
     function, kind, arguments = call.arguments[:3]
     known = {
         "torch._utils._rebuild_tensor_v2": ("torch.Tensor", _tensor),
@@ -314,10 +313,10 @@ def _tensor_of_type(builder: Builder, call: Call) -> Any:
         ),
     }
     if not isinstance(function, Name) or not isinstance(kind, Name) or not isinstance(arguments, tuple):
-        raise ValueError("it is not made by a named function")
+        raise ValueError("it is not created by a named function")
     expected, make = known[str(function)]
     if str(kind) != expected:
-        raise ValueError(f"{kind} made by {function}")
+        raise ValueError(f"{kind} created by {function}")
     return make(builder, Call(function, arguments))
 
 
@@ -332,49 +331,49 @@ def _jagged(builder: Builder, call: Call) -> torch.Tensor:
 
 def make_jagged(values: Any, offsets: Any, lengths: Any, dim: int = 1) -> torch.Tensor:
     if not isinstance(values, torch.Tensor) or values.is_nested or not 1 <= dim <= values.dim():
-        raise ValueError("its values are no tensor")
-    places = _places(offsets)
-    if not places or places[0] < 0 or places != sorted(places):
-        raise ValueError("offsets that are none")
-    ends = [places[-1]]
+        raise ValueError("its values are not a tensor")
+    starts = _offsets(offsets)
+    if not starts or starts[0] < 0 or starts != sorted(starts):
+        raise ValueError("invalid offsets")
+    ends = [starts[-1]]
     if lengths is not None:
-        sizes = _places(lengths)
-        ends = [start + size for start, size in zip(places[:-1], sizes, strict=True)]
+        sizes = _offsets(lengths)
+        ends = [start + size for start, size in zip(starts[:-1], sizes, strict=True)]
         if any(size < 0 for size in sizes):
-            raise ValueError("rows of a negative length")
+            raise ValueError("rows with a negative length")
     if max(ends, default=0) > values.shape[dim - 1]:
         raise ValueError("rows beyond the values")
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, lengths=lengths, jagged_dim=dim)
 
 
-def _places(tensor: Any) -> list[int]:
+def _offsets(tensor: Any) -> list[int]:
     if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dim() != 1:
-        raise ValueError("offsets that are none")
+        raise ValueError("invalid offsets")
     if tensor.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"offsets of {tensor.dtype}")
+        raise ValueError(f"offsets of type {tensor.dtype}")
     found: list[int] = tensor.tolist()
     return found
 
 
 def _storage_from_bytes(builder: Builder, call: Call) -> Storage:
-    """A storage on its own, as torch writes it into ordinary pickles: its format from before zip files."""
+    """A standalone storage, which torch writes into ordinary pickles in its old format from before zip files."""
     [data] = call.arguments
     stream = io.BytesIO(builder.build(data))
     for expected in (0x1950A86A20F9469CFC6C, 1001):
         if _header(stream) != expected:
-            raise ValueError("it is no storage of torch")
+            raise ValueError("it is not a torch storage")
     system = _header(stream)
     if not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise ValueError("it was written by a big-endian machine")
+        raise ValueError("it was written on a big-endian machine")
     found, keys = _header(stream, _STORAGE_NAMES), _header(stream)
     if not isinstance(found, Persistent):
-        raise ValueError("it is no storage of torch")
+        raise ValueError("it is not a torch storage")
     dtype, key, count = storage_identity(found.identity)
     if not isinstance(keys, list) or len(keys) != 1 or not isinstance(keys[0], str) or keys[0] != key:
-        raise ValueError("it is more than one storage")
+        raise ValueError("it has more than one storage")
     width = torch.empty(0, dtype=dtype).element_size()
     if int.from_bytes(stream.read(8), "little") not in (count, count * width):
-        raise ValueError("it has another size than it says")
+        raise ValueError("its size is not the one it claims")
     return storage_of(stream.read(), dtype, count, builder.budget)
 
 
@@ -383,20 +382,20 @@ def _header(stream: io.BytesIO, allowed: Container[str] = ()) -> Any:
 
 
 def storage_identity(identity: Any) -> tuple[torch.dtype, str, int]:
-    """What torch writes to name a storage: its type, its key and how many elements it has."""
+    """Parse torch's reference to a storage: its dtype, its key and its number of elements."""
     if isinstance(identity, tuple) and 5 <= len(identity) <= 6:
         word, kind, key, _, count = identity[:5]
         is_named = isinstance(word, str) and word == "storage" and isinstance(key, str)
         if is_named and isinstance(kind, Name) and kind.name in STORAGES:
             return STORAGES[kind.name], key, natural(count)
-    raise ValueError("it names a storage in a way that torch does not")
+    raise ValueError("its reference to a storage is not one that torch writes")
 
 
 def storage_of(data: Any, dtype: torch.dtype, count: int, budget: Budget) -> Storage:
     """A storage from its bytes."""
     budget.weigh(len(data) // 8)
     if len(data) != count * torch.empty(0, dtype=dtype).element_size():
-        raise ValueError(f"{count} elements of {dtype} are announced and {len(data)} bytes are there")
+        raise ValueError(f"it has {len(data)} bytes for {count} elements of {dtype}")
     return Storage(torch.frombuffer(bytearray(data), dtype=dtype) if count else torch.empty(0, dtype=dtype))
 
 
@@ -414,11 +413,11 @@ def _image(builder: Builder, call: Call) -> Any:
 
 
 def natural(value: Any) -> int:
-    """A size or a place: a number that torch can count to."""
+    """A size or an index: a non-negative number that fits in 63 bits."""
     if type(value) is not int:
-        raise ValueError(f"a {type(value).__name__} is no size")
+        raise ValueError(f"a {type(value).__name__} is not a size")
     if not 0 <= value < 2**63:
-        raise ValueError("a number below 0 or of more than 63 bits is no size")
+        raise ValueError("a size is negative or has more than 63 bits")
     return value
 
 
@@ -444,7 +443,7 @@ CALLS: dict[str, Make] = {
 }
 _STORAGE_NAMES = frozenset({f"torch.{name}" for name in STORAGES} | {"torch.storage.UntypedStorage"})
 NAMES = _STORAGE_NAMES | frozenset(CALLS) | {f"torch.{name}" for name in DTYPES}
-# Only within what is left out: the attributes of tensors.
+# Only in the attributes of tensors, which are dropped.
 NAMES |= {"builtins.set", "__builtin__.set", "torch._dynamo.decorators._DimRange"}
 # Only as arguments of the calls above.
 NAMES |= {
@@ -453,4 +452,4 @@ NAMES |= {
     "torch.nested._internal.nested_tensor.NestedTensor",
     "torch.nested._internal.nested_tensor._rebuild_njt",
 }
-"""Every name that may stand in a pickle of containers, arrays and tensors."""
+"""Every name that is allowed in a pickle of containers, arrays and tensors."""
