@@ -57,6 +57,13 @@ class Recorder:
         except RolloutSkipError:
             return shallow_copy(inputs)  # which the dump then fails with
 
+    def snapshot_output(self, batch: Any) -> Any:
+        """What was generated, as it is now; to be given to ``dump``."""
+        try:
+            return self.store.snapshot_output(batch)
+        except RolloutSkipError:
+            return batch  # which the dump then fails with
+
     def count_failure(self, key: RolloutKey, failure: RolloutSkipError) -> None:
         """A rollout that was accepted cannot be dumped: raise the reason, if it is to stop the training."""
 

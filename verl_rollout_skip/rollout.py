@@ -47,6 +47,7 @@ from verl_rollout_skip.prompts import (
 from verl_rollout_skip.recorder import Recorder
 from verl_rollout_skip.store.loaded import LoadedEntry
 from verl_rollout_skip.store.store import RolloutStore
+from verl_rollout_skip.store.threads import in_thread
 from verl_rollout_skip.variants import Run, Source, open_run, own_source, resolve_prompts
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,12 @@ class RolloutSkip:
         """
         self.statistics.misses += 1
         self.statistics.generate_s += seconds
-        identity = identity_or_unknown(key, batch, failure)
+        # While the digest is taken, which reads all responses, the rest of the batch is.
+        digest = in_thread(lambda: identity_or_unknown(key, batch, failure))
+        taken = batch
+        if self._recorder is not None and dump and failure is None:
+            taken = self._recorder.snapshot_output(batch)
+        identity = digest.result()
         self._history.add(key, identity, self._recorded_history(key.step))
         if self._recorder is not None and dump:
             if failure is not None:
@@ -180,7 +186,7 @@ class RolloutSkip:
                     HISTORY: self._history.before(key.step),
                     SAMPLING: sampling_of(inputs),
                 }
-                self._recorder.dump(key, batch, inputs, info)
+                self._recorder.dump(key, taken, inputs, info)
                 self._close_at_exit()
         metrics = {
             "rollout_skip/hit": 0.0,

@@ -102,8 +102,8 @@ class RolloutStore:
 
         A key that is taken keeps its entry: the same rollout is no error, another one is ``EntryExistsError``;
         ``replace`` replaces it at once and atomically. ``info`` goes into the entry's record and must be JSON.
-        ``inputs`` may have been taken before by ``snapshot``. ``proof`` is given the columns of the output before they
-        are committed, and names those that are not what was generated.
+        ``batch`` and ``inputs`` may have been taken before, by ``snapshot_output`` and ``snapshot``. ``proof`` is given
+        the columns of the output before they are committed, and names those that are not what was generated.
 
         In the background an error is raised by a later call; this batch is accepted even if this call raises
         ``DumpError`` for an earlier one.
@@ -111,7 +111,7 @@ class RolloutStore:
         if not isinstance(key, RolloutKey):
             raise TypeError(f"The key of a rollout is a RolloutKey(step, gen_batch), not {key!r}")
         details = _json_copy(info or {})
-        prepared = codec.prepare(batch, inputs, self._copy if self._background else Copy.NOTHING, proof)
+        prepared = codec.prepare(batch, inputs, self._copy_now, proof)
         self._prefetcher.drop(key)
         if self._background:
             size = sum(part.held_bytes for part in prepared.parts)
@@ -123,6 +123,14 @@ class RolloutStore:
     def snapshot(self, inputs: Any) -> codec.Part:
         """An input as it is now, to be put with its output: generating may change it meanwhile."""
         return codec.take(inputs, self._copy, "the input's ")
+
+    def snapshot_output(self, batch: Any) -> codec.Part:
+        """The output of a rollout step as it is now, to be put as soon as what else belongs to it is known."""
+        return codec.take(batch, self._copy_now)
+
+    @property
+    def _copy_now(self) -> Copy:
+        return self._copy if self._background else Copy.NOTHING
 
     def get(self, key: RolloutKey, kind: BatchKind | str | None = None) -> Any:
         """The recorded batch, after its digest was checked.

@@ -137,7 +137,7 @@ class Prepared:
 
 def prepare(batch: Any, inputs: Any = None, copy: Copy = Copy.NOTHING, proof: Proof | None = None) -> Prepared:
     """Take a rollout step's output and, if given, its input: a batch, or what ``take`` made of one before."""
-    output = take(batch, copy)
+    output = batch if isinstance(batch, Part) else take(batch, copy)
     given = inputs if inputs is None or isinstance(inputs, Part) else take(inputs, copy, "the input's ")
     if given is not None and given.batch.rows != output.batch.rows:
         raise StoreError(
