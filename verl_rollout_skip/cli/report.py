@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -17,24 +19,47 @@ from verl_rollout_skip.cli.command import (
     steps_option,
     tokenizer_option,
 )
-from verl_rollout_skip.cli.folders import find_place
+from verl_rollout_skip.cli.folders import Place, Variant, find_place
 from verl_rollout_skip.cli.text import line, progress
 from verl_rollout_skip.sizes import format_size
 
+if TYPE_CHECKING:
+    from verl_rollout_skip.report import Sampling
 
-def sampling_options(groups: str) -> Callable[[Any], Any]:
-    """How much is shown: the same for the report and the live view."""
+
+@dataclass(frozen=True)
+class Page:
+    """What a page shows: the chosen steps of one variant, how much of them, and with which tokenizer."""
+
+    place: Place
+    variant: Variant
+    sampling: Sampling
+    tokenizer: str | None
+
+
+def page_options(groups: str) -> Callable[[Any], Any]:
+    """The options that the report and the live view share; the command is called with the ``Page`` they describe."""
     options = (
+        steps_option(),
         number_option("--groups", f"groups of a step to show (default: {groups})"),
         number_option("--responses", "responses of a group (default: 2)", 2),
         number_option("--tokens", "tokens of a text (default: 2000)", 2000),
         number_option("--seed", "chooses the groups (default: 0)", 0),
+        tokenizer_option(),
     )
 
     def decorate(function: Any) -> Any:
+        @wraps(function)
+        def call(path: str, steps: str | None, tokenizer: str | None, **given: Any) -> Any:
+            from verl_rollout_skip.report import Sampling
+
+            sampling = Sampling(*(given.pop(name) for name in ("seed", "groups", "responses", "tokens")))
+            place = find_place(path, steps)
+            return function(Page(place, place.only_variant(), sampling, tokenizer), **given)
+
         for option in reversed(options):
-            function = option(function)
-        return function
+            call = option(call)
+        return call
 
     return decorate
 
@@ -46,19 +71,8 @@ def sampling_options(groups: str) -> Callable[[Any], Any]:
 )
 @path_argument()
 @click.option("-o", "--output", metavar="FILE", type=PATH, default="report.html", help="default: report.html")
-@steps_option()
-@sampling_options(groups="what fits")
-@tokenizer_option()
-def command(
-    path: str,
-    output: str,
-    steps: str | None,
-    groups: int | None,
-    responses: int,
-    tokens: int,
-    seed: int,
-    tokenizer: str | None,
-) -> Result:
+@page_options(groups="what fits")
+def command(page: Page, output: str) -> Result:
     """Write one HTML file with trends over the steps, a table, and groups of responses with their best and worst, token
     by token.
 
@@ -66,19 +80,16 @@ def command(
 
     The exit code is 1 if a rollout step cannot be read; the page then shows which and why.
     """
-    from verl_rollout_skip.report import Sampling, build_report, write_report
+    from verl_rollout_skip.report import build_report, write_report
 
-    sampling = Sampling(seed, groups, responses, tokens)
-    place = find_place(path, steps)
-    variant = place.only_variant()
-    keys = place.chosen_keys(variant)
+    keys = page.place.chosen_keys(page.variant)
     with progress() as bar:
         report = build_report(
-            variant.path,
-            sampling=sampling,
+            page.variant.path,
+            sampling=page.sampling,
             keys=keys,
-            tokenizer=tokenizer,
-            progress=lambda found: bar.track(found, description=variant.name),
+            tokenizer=page.tokenizer,
+            progress=lambda found: bar.track(found, description=page.variant.name),
         )
     size = write_report(report, output)
     broken = [{"step": key.step, "gen_batch": key.gen_batch, "error": error} for key, error in report.broken]

@@ -16,17 +16,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from verl_rollout_skip.cli.command import (
-    Command,
-    Result,
-    number_option,
-    path_argument,
-    steps_option,
-    tokenizer_option,
-    wants_json,
-)
-from verl_rollout_skip.cli.folders import find_place
-from verl_rollout_skip.cli.report import sampling_options
+from verl_rollout_skip.cli.command import Command, Result, number_option, path_argument, wants_json
+from verl_rollout_skip.cli.report import Page, page_options
 from verl_rollout_skip.cli.text import line
 
 
@@ -39,31 +30,19 @@ from verl_rollout_skip.cli.text import line
 @path_argument()
 @number_option("--port", "default: any that is free", 0)
 @click.option("--no-browser", is_flag=True, help="print the address and open nothing")
-@steps_option()
-@sampling_options(groups="8")
-@tokenizer_option()
-def command(
-    path: str,
-    port: int,
-    no_browser: bool,
-    steps: str | None,
-    groups: int | None,
-    responses: int,
-    tokens: int,
-    seed: int,
-    tokenizer: str | None,
-) -> Result:
+@page_options(groups="8")
+def command(page: Page, port: int, no_browser: bool) -> Result:
     """Show recorded rollouts in the browser and follow a training while it records.
 
     The server answers only on this machine, only to those who know the token in the address, and only reads. Ctrl-C
     stops it.
     """
-    from verl_rollout_skip.report import Sampling, open_view
+    from verl_rollout_skip.report import open_view
 
-    sampling = Sampling(seed, groups, responses, tokens)
-    place = find_place(path, steps)
-    variant = place.only_variant()
-    server = open_view(variant.path, sampling=sampling, tokenizer=tokenizer, port=port, wanted=place.means)
+    variant = page.variant
+    server = open_view(
+        variant.path, sampling=page.sampling, tokenizer=page.tokenizer, port=port, wanted=page.place.means
+    )
     opened = None
     try:
         _stop_on_signals(server)
