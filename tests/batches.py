@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import itertools
 import struct
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -100,28 +102,36 @@ def objects(values: list[Any]) -> np.ndarray:
 
 def dump(batch: Any, inputs: Any = None) -> bytes:
     """The Parquet file of a rollout step, without a store around it."""
-    sink = io.BytesIO()
-    plan = codec.plan(codec.prepare(batch, inputs))
-    (rows,) = plan.split(1 << 40)
-    plan.write(rows, sink)
-    return sink.getvalue()
+    (data,) = dump_parts(batch, inputs)[0]
+    return data
 
 
-def load(data: bytes) -> tuple[Any, Any]:
-    """Output and input (None if there was none) of a rollout step from its Parquet file."""
-    reader = codec.Reader([data], limit=1 << 30)
+def dump_parts(batch: Any, inputs: Any = None, cuts: Sequence[int] = ()) -> tuple[list[bytes], codec.Summary]:
+    """The parts of a rollout step, cut before these rows, and what is known of it."""
+    prepared = codec.prepare(batch, inputs)
+    plan, parts = codec.plan(prepared), []
+    for start, stop in pairwise([0, *sorted(cuts), prepared.output.batch.rows]):
+        sink = io.BytesIO()
+        plan.write(slice(start, stop), sink)
+        parts.append(sink.getvalue())
+    return parts, plan.summary()
+
+
+def load(*parts: bytes) -> tuple[Any, Any]:
+    """Output and input (None if there was none) of a rollout step from its parts."""
+    reader = codec.Reader(parts, limit=1 << 30)
     return unflatten(reader.output()), unflatten(reader.input()) if reader.has_input else None
 
 
-def assert_comes_back(batch: Any, inputs: Any = None) -> bytes:
-    """Fail unless a rollout step comes back exactly as it was dumped; returns the Parquet file."""
-    data = dump(batch, inputs)
-    loaded, loaded_inputs = load(data)
+def assert_comes_back(batch: Any, inputs: Any = None, cuts: Sequence[int] = ()) -> bytes:
+    """Fail unless a rollout step comes back exactly as it was dumped; returns the first part."""
+    parts, _ = dump_parts(batch, inputs, cuts)
+    loaded, loaded_inputs = load(*parts)
     assert_same_batch(batch, loaded)
     assert (inputs is None) == (loaded_inputs is None)
     if inputs is not None:
         assert_same_batch(inputs, loaded_inputs)
-    return data
+    return parts[0]
 
 
 def data_proto(tensors: dict[str, Any] | None = None, **arrays: Any) -> DataProto:

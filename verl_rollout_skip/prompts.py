@@ -35,8 +35,8 @@ class OtherInput(Exception):
 
 def meta_of(inputs: Any) -> dict[str, Any]:
     """The values that apply to a whole input: ``meta_info`` of a DataProto, non-batched values of a TensorDict."""
-    if isinstance(inputs, TensorDict | codec.Part):
-        meta = inputs.batch.meta if isinstance(inputs, codec.Part) else flatten(inputs).meta
+    if isinstance(inputs, TensorDict | codec.TakenBatch):
+        meta = inputs.batch.meta if isinstance(inputs, codec.TakenBatch) else flatten(inputs).meta
         return {".".join(key) if isinstance(key, tuple) else key: value for key, value in meta.items()}
     return dict(getattr(inputs, "meta_info", None) or {})
 

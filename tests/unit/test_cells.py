@@ -18,7 +18,8 @@ from PIL import Image, ImageOps
 from tests.batches import assert_comes_back, assert_same_object, data_proto, dump, load, objects
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
 from verl_rollout_skip.store.codec import cells
-from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES
+from verl_rollout_skip.store.codec.blobs import CellBlobs, blob_view
+from verl_rollout_skip.store.codec.tensors import TORCH_DTYPES
 
 
 def comes_back(value: Any) -> Any:
@@ -26,7 +27,7 @@ def comes_back(value: Any) -> Any:
     blobs: list[Any] = []
     text = cells.encode(value, blobs, "cell")
     json.loads(text.encode())  # what people and SQL engines read is valid JSON in UTF-8
-    decoded = cells.decode(text, [cells.blob_bytes(blob) for blob in blobs])
+    decoded = cells.decode(text, CellBlobs.of([bytes(blob_view(blob)) for blob in blobs]))
     assert_same_object(value, decoded)
     inline = json.loads(json.dumps(cells.encode_inline(value, "meta_info")))
     assert_same_object(value, cells.decode_inline(inline))
@@ -199,7 +200,7 @@ def test_object_arrays_inside_cells_come_back() -> None:
 
 @pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
 def test_tensors_of_every_dtype_come_back(name: str) -> None:
-    dtype = TORCH_DTYPES[name].torch
+    dtype = TORCH_DTYPES[name]
     size = torch.empty(0, dtype=dtype).element_size()
     everything = torch.arange(256, dtype=torch.uint8).repeat(size)
     if dtype is torch.bool:
@@ -492,7 +493,7 @@ def test_a_hundred_levels_are_deep_enough() -> None:
 )
 def test_malformed_cells_are_corruption_and_never_run(text: str) -> None:
     with pytest.raises(CorruptEntryError):
-        cells.decode(text, [b"x"])
+        cells.decode(text, CellBlobs.of([b"x"]))
 
 
 @pytest.mark.parametrize(

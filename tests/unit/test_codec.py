@@ -21,6 +21,7 @@ from tests.batches import (
     assert_same_batch,
     data_proto,
     dump,
+    dump_parts,
     load,
     objects,
     rollout_input,
@@ -48,10 +49,7 @@ def columns_of(data: bytes) -> list[str]:
 
 
 def summary_of(batch: Any, inputs: Any = None) -> codec.Summary:
-    plan = codec.plan(codec.prepare(batch, inputs))
-    for rows in plan.split(1 << 40):
-        plan.write(rows, io.BytesIO())
-    return plan.summary()
+    return dump_parts(batch, inputs)[1]
 
 
 def written(prepared: codec.Prepared) -> bytes:

@@ -19,9 +19,9 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
 from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 
-from tests.batches import assert_comes_back, objects
+from tests.batches import assert_comes_back, dump_parts, objects
 from verl_rollout_skip.store.codec import encoder, padding
-from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES
+from verl_rollout_skip.store.codec.tensors import TORCH_DTYPES
 
 FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn"]
 NUMPY_CODES = ["?", "b", "B", "<i2", ">i4", "<i8", "<u8", "<f2", ">f4", "<f8", "<c8", ">c16", "<M8[ns]", "<m8[25s]"]
@@ -42,13 +42,21 @@ def pieces(small: bool) -> Iterator[None]:
 
 
 def comes_back(data: st.DataObject, batch: Any, inputs: Any = None) -> None:
+    """A batch comes back from one part, and from up to eight, with the same digest of its content."""
+    cuts = data.draw(st.lists(st.integers(0, rows_of(batch)), max_size=7), "cuts")
     with pieces(data.draw(st.booleans(), label="small pieces")):
-        assert_comes_back(batch, inputs)
+        assert_comes_back(batch, inputs, cuts)
+        contents = {dump_parts(batch, inputs, where)[1].content_digest for where in ((), cuts)}
+    assert len(contents) == 1
+
+
+def rows_of(batch: Any) -> int:
+    return int(batch.batch_size[0]) if isinstance(batch, TensorDict) else len(batch)
 
 
 def random_bits(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> torch.Tensor:
     """A tensor of any dtype whose elements are random bit patterns, with a few repeated small values between them."""
-    dtype = TORCH_DTYPES[name].torch
+    dtype = TORCH_DTYPES[name]
     size = torch.empty(0, dtype=dtype).element_size()
     raw = rng.integers(0, 256, (*shape, size)).astype(np.uint8)
     raw[rng.random(shape) < 0.5] = 0
@@ -482,7 +490,7 @@ def test_any_strided_nested_tensors_come_back(data: st.DataObject) -> None:
     values = [random_bits(rng, tuple(rng.integers(0, 4, dims).tolist()), name) for _ in range(rows)]
     if name == "int64":
         values = [value % data.draw(st.sampled_from([2**20, 2**40])) for value in values]
-    dtype = TORCH_DTYPES[name].torch
+    dtype = TORCH_DTYPES[name]
     nested = torch.nested.nested_tensor(values, dtype=dtype, layout=torch.strided)
     comes_back(data, TensorDict({"nested": nested}, batch_size=[rows]))
 

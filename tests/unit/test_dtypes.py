@@ -12,23 +12,19 @@ import torch
 
 from tests.batches import assert_comes_back, bits_of, data_proto, dump
 from verl_rollout_skip.errors import UnsupportedBatchError
-from verl_rollout_skip.store.codec.dtypes import (
+from verl_rollout_skip.store.codec.dtypes import as_integers, from_stored, narrower, same_bits, to_stored
+from verl_rollout_skip.store.codec.tensors import (
     TORCH_DTYPES,
-    as_integers,
+    dense_column,
     element_of,
-    finish,
-    from_stored,
-    narrower,
-    same_bits,
     tensor_bits,
     tensor_from_bits,
-    to_stored,
 )
 
 
 def every_pattern(name: str) -> torch.Tensor:
     """A tensor with every bit pattern of small dtypes, and with random ones of large dtypes."""
-    dtype = TORCH_DTYPES[name].torch
+    dtype = TORCH_DTYPES[name]
     if dtype is torch.bool:
         return torch.tensor([False, True])
     size = torch.empty(0, dtype=dtype).element_size()
@@ -46,7 +42,7 @@ def test_every_bit_pattern_survives_storage(name: str) -> None:
     element = narrower(element, bits)
     stored = to_stored(element, bits)
     assert stored.dtype == np.dtype(element.stored)
-    back = finish(element, from_stored(element, stored))
+    back = dense_column(element, from_stored(element, stored))
     assert isinstance(back, torch.Tensor)
     assert back.dtype == tensor.dtype
     assert bits_of(back) == bits_of(tensor)
@@ -63,7 +59,7 @@ def test_bits_share_memory_with_a_contiguous_tensor(name: str) -> None:
     tensor = every_pattern(name)
     bits = tensor_bits(tensor)
     assert bits.ctypes.data == tensor.data_ptr()
-    assert tensor_from_bits(bits, tensor.dtype).data_ptr() == tensor.data_ptr()
+    assert tensor_from_bits(bits, name).data_ptr() == tensor.data_ptr()
 
 
 @pytest.mark.parametrize(

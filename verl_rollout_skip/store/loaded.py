@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_rollout_skip.store import codec
 from verl_rollout_skip.store.codec.batch import Batch, BatchKind, unflatten
-from verl_rollout_skip.store.codec.decoder import damage_is_corruption
+from verl_rollout_skip.store.codec.part import damage_is_corruption
 from verl_rollout_skip.store.record import EntryRecord
 
 

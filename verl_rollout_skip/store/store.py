@@ -114,17 +114,17 @@ class RolloutStore:
         prepared = codec.prepare(batch, inputs, self._copy_now, proof)
         self._prefetcher.drop(key)
         if self._background:
-            size = sum(part.held_bytes for part in prepared.parts)
+            size = sum(batch.held_bytes for batch in prepared.batches)
             self._writer.submit(Job(key, size, lambda: self._write(key, prepared, details, replace)))
         else:
             self._writer.raise_if_closed(key)
             self._write(key, prepared, details, replace)
 
-    def snapshot(self, inputs: Any) -> codec.Part:
+    def snapshot(self, inputs: Any) -> codec.TakenBatch:
         """An input as it is now, to be put with its output: generating may change it meanwhile."""
         return codec.take(inputs, self._copy, "the input's ")
 
-    def snapshot_output(self, batch: Any) -> codec.Part:
+    def snapshot_output(self, batch: Any) -> codec.TakenBatch:
         """The output of a rollout step as it is now, to be put as soon as what else belongs to it is known."""
         return codec.take(batch, self._copy_now)
 

@@ -9,17 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl_rollout_skip.store.codec.columns import Part, Prepared, Proof, prepare, take
     from verl_rollout_skip.store.codec.decoder import Reader
-    from verl_rollout_skip.store.codec.encoder import Plan, Summary, plan, prompt_digests
+    from verl_rollout_skip.store.codec.encoder import Plan, Summary, plan
+    from verl_rollout_skip.store.codec.prepared import Prepared, Proof, TakenBatch, prepare, take
+    from verl_rollout_skip.store.codec.rows import prompt_digests
 
 _HOMES = {
-    **dict.fromkeys(("Part", "Prepared", "Proof", "prepare", "take"), "columns"),
+    **dict.fromkeys(("Prepared", "Proof", "TakenBatch", "prepare", "take"), "prepared"),
+    **dict.fromkeys(("Plan", "Summary", "plan"), "encoder"),
     "Reader": "decoder",
-    **dict.fromkeys(("Plan", "Summary", "plan", "prompt_digests"), "encoder"),
+    "prompt_digests": "rows",
 }
 
-__all__ = ["Part", "Plan", "Prepared", "Proof", "Reader", "Summary", "plan", "prepare", "prompt_digests", "take"]
+__all__ = ["Plan", "Prepared", "Proof", "Reader", "Summary", "TakenBatch", "plan", "prepare", "prompt_digests", "take"]
 
 
 def __getattr__(name: str) -> Any:

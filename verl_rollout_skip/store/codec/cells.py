@@ -13,20 +13,30 @@ import json
 import math
 import re
 import struct
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
 from verl_rollout_skip.store.codec import images
+from verl_rollout_skip.store.codec.blobs import Blob, CellBlobs, blob_view, is_tensor
+from verl_rollout_skip.store.codec.dtypes import TORCH_BITS
 
 if TYPE_CHECKING:
     import torch
 
 TYPE = "$type"
+CELL_TYPES = {
+    "text": pa.string(),
+    "json": pa.string(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "bool": pa.bool_(),
+}
+"""The Parquet type of a column of Python objects, by what it holds."""
 MAX_DEPTH = 100
 # Made once, because `json.dumps` makes one at each call; what contains itself is found before, by its depth.
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
@@ -34,10 +44,8 @@ _INT64 = range(-(2**63), 2**63)
 # Fixed-size numpy dtypes only: no objects, no structures.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8\[\d*[a-zA-Z]+\])")
 
-_Readers = Mapping[Any, Callable[[dict[str, Any], Sequence[bytes], "_Readers"], Any]]
+_Readers = Mapping[Any, Callable[[dict[str, Any], CellBlobs, "_Readers"], Any]]
 """How what was written as ``{"$type": …}`` is read, by type."""
-Blob = Any
-"""Bulk data by reference: bytes, a numpy array, a tensor or an image; ``blob_bytes`` makes it bytes."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +53,14 @@ class CellColumn:
     """The cells of one object array, ready to be written: nothing mutable of the caller's is left in it.
 
     ``form`` says what ``values`` are: "text", "int", "float" and "bool" hold the cells themselves (or None),
-    "json" holds JSON text. ``alias[row]`` is the first row that holds the very same object; such rows share one
-    object again after loading, and their blobs are written once.
+    "json" holds JSON text. ``blobs`` is the bulk data of each row. ``first_rows[row]`` is the first row that holds the
+    very same object; such rows share one object again after loading, and one list of blobs here.
     """
 
     form: str
     values: list[Any]
     blobs: list[list[Blob]] | None = None
-    alias: list[int] | None = None
+    first_rows: list[int] | None = None
 
 
 def encode_column(name: str, cells: Sequence[Any]) -> CellColumn:
@@ -62,35 +70,56 @@ def encode_column(name: str, cells: Sequence[Any]) -> CellColumn:
         return CellColumn(form, list(cells))
     values: list[str] = []
     blobs: list[list[Blob]] = []
-    alias: list[int] = []
-    first_row: dict[int, int] = {}
+    first_rows: list[int] = []
+    row_of: dict[int, int] = {}
     for row, cell in enumerate(cells):
-        first = first_row.setdefault(id(cell), row)
-        alias.append(first)
+        first = row_of.setdefault(id(cell), row)
+        first_rows.append(first)
         if first < row:
             values.append(values[first])
-            blobs.append([])
+            blobs.append(blobs[first])
             continue
-        cell_blobs: list[Blob] = []
-        values.append(encode(cell, cell_blobs, f"{name}[{row}]"))
-        blobs.append(cell_blobs)
-    has_alias = any(first != row and type(cells[row]) not in _IMMUTABLE for row, first in enumerate(alias))
-    return CellColumn("json", values, blobs if any(blobs) else None, alias if has_alias else None)
+        blobs.append([])
+        values.append(encode(cell, blobs[row], f"{name}[{row}]"))
+    shared = any(first != row and type(cells[row]) not in _IMMUTABLE for row, first in enumerate(first_rows))
+    return CellColumn("json", values, blobs if any(blobs) else None, first_rows if shared else None)
 
 
 _IMMUTABLE = (str, int, float, bool, type(None))
 
 
-def decode_column(column: CellColumn) -> list[Any]:
-    """The inverse of ``encode_column``; blobs are bytes here."""
-    if column.form != "json":
-        return column.values
+def decode_column(
+    texts: Sequence[str],
+    codes: Sequence[int],
+    blobs: Callable[[int], CellBlobs],
+    objects: Sequence[int] | None,
+    made: dict[int, tuple[str, Any]],
+) -> list[Any]:
+    """The cells of a column of JSON text in one part. ``codes`` says which of ``texts`` each row holds.
+
+    Rows with the same number in ``objects`` hold one object; ``made`` has those of earlier parts, by number. Texts
+    that stand for something immutable are decoded once.
+    """
     cells: list[Any] = []
-    for row, text in enumerate(column.values):
-        if column.alias is not None and column.alias[row] < row:
-            cells.append(cells[column.alias[row]])
+    immutable: dict[int, Any] = {}
+    for row, code in enumerate(codes):
+        if code < 0:
+            raise CorruptEntryError("A cell is missing.")
+        if code in immutable:
+            cells.append(immutable[code])
+            continue
+        number = None if objects is None else objects[row]
+        if number in made:
+            text, cell = made[number]
+            if text != texts[code]:
+                raise CorruptEntryError(f"Rows that hold object {number} have different texts.")
         else:
-            cells.append(decode(text, column.blobs[row] if column.blobs else []))
+            cell = decode(texts[code], blobs(row))
+            if type(cell) in _IMMUTABLE:
+                immutable[code] = cell
+            elif number is not None:
+                made[number] = texts[code], cell
+        cells.append(cell)
     return cells
 
 
@@ -111,17 +140,17 @@ def encode(value: Any, blobs: list[Blob], where: str) -> str:
     return text
 
 
-def decode(text: str, blobs: Sequence[bytes]) -> Any:
+def decode(text: str, blobs: CellBlobs) -> Any:
     """The inverse of ``encode``. Anything malformed is a ``CorruptEntryError``; nothing in it can run code."""
     return _decode(text, blobs, _READERS)
 
 
-def decode_for_people(text: str, blobs: Sequence[bytes]) -> Any:
+def decode_for_people(text: str, blobs: CellBlobs) -> Any:
     """The same without torch and Pillow: a tensor or an image becomes a word such as ``(tensor float32 [3, 4])``."""
     return _decode(text, blobs, _PEOPLE)
 
 
-def _decode(text: str, blobs: Sequence[bytes], readers: _Readers) -> Any:
+def _decode(text: str, blobs: CellBlobs, readers: _Readers) -> Any:
     try:
         value = json.loads(text)
         return _untag(value, blobs, readers) if f'"{TYPE}"' in text else value
@@ -133,45 +162,19 @@ def encode_inline(value: Any, where: str) -> dict[str, Any]:
     """A value with its blobs in the text itself: for meta_info, which has no column to put them in."""
     blobs: list[Blob] = []
     text = encode(value, blobs, where)
-    return {"json": text, "blobs": [base64.b64encode(blob_bytes(blob)).decode() for blob in blobs]}
+    return {"json": text, "blobs": [base64.b64encode(blob_view(blob)).decode() for blob in blobs]}
 
 
-def decode_inline(stored: dict[str, Any], decode: Callable[[str, Sequence[bytes]], Any] = decode) -> Any:
+def decode_inline(stored: dict[str, Any], decode: Callable[[str, CellBlobs], Any] = decode) -> Any:
     """The inverse of ``encode_inline``; with ``decode_for_people``, the same for people."""
     try:
-        blobs = [base64.b64decode(blob, validate=True) for blob in stored["blobs"]]
+        blobs = CellBlobs.of([base64.b64decode(blob, validate=True) for blob in stored["blobs"]])
         text = stored["json"]
         if type(text) is not str:
-            raise ValueError(f"{text!r} is no JSON text")
+            raise ValueError(f"{text!r} is not JSON text")
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptEntryError(f"Stored meta_info is malformed: {error}") from error
     return decode(text, blobs)
-
-
-def blob_bytes(blob: Blob) -> bytes:
-    """The bytes of a blob that ``encode`` collected by reference."""
-    if isinstance(blob, bytes):
-        return blob
-    if _is_tensor(blob):
-        from verl_rollout_skip.store.codec.dtypes import tensor_bits
-
-        return tensor_bits(blob).tobytes()
-    return bytes(blob.tobytes())
-
-
-def blob_size(blob: Blob) -> int:
-    """How many bytes ``blob_bytes`` gives, without making them."""
-    if isinstance(blob, bytes):
-        return len(blob)
-    if isinstance(blob, np.ndarray) or _is_tensor(blob):
-        return int(blob.nbytes)
-    return images.image_bytes(blob)
-
-
-def _is_tensor(value: Any) -> bool:
-    """Without importing torch: where it is not imported, nothing is a tensor."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _scalar_form(cells: Sequence[Any]) -> str | None:
@@ -264,11 +267,9 @@ def _tag_bulk(value: Any, blobs: list[Blob], where: str, depth: int) -> Any:
             return {TYPE: "ndarray", "dtype": "O", "shape": shape, "items": items}
         if _NUMPY_DTYPE.fullmatch(value.dtype.str):
             return {TYPE: "ndarray", "dtype": value.dtype.str, "shape": shape, "blob": blob(value)}
-    if _is_tensor(value) and str(value.layout) == "torch.strided" and not value.is_nested:
-        from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES
-
+    if is_tensor(value) and str(value.layout) == "torch.strided" and not value.is_nested:
         dtype = str(value.dtype).removeprefix("torch.")
-        if dtype in TORCH_DTYPES:
+        if dtype in TORCH_BITS:
             return {TYPE: "tensor", "dtype": dtype, "shape": list(value.shape), "blob": blob(value)}
     if images.is_image(value):
         if value.mode not in images.MODES:
@@ -291,7 +292,7 @@ def _describe(value: Any) -> str:
     return f"a {name}" if dtype is None else f"a {name} of dtype {dtype}"
 
 
-def _untag(value: Any, blobs: Sequence[bytes], readers: _Readers) -> Any:
+def _untag(value: Any, blobs: CellBlobs, readers: _Readers) -> Any:
     if type(value) is list:
         return [_untag(item, blobs, readers) for item in value]
     if type(value) is not dict:
@@ -304,7 +305,7 @@ def _untag(value: Any, blobs: Sequence[bytes], readers: _Readers) -> Any:
     return reader(value, blobs, readers)
 
 
-def _read_ndarray(tag: dict[str, Any], blobs: Sequence[bytes], readers: _Readers) -> np.ndarray:
+def _read_ndarray(tag: dict[str, Any], blobs: CellBlobs, readers: _Readers) -> np.ndarray:
     shape = tuple(_size(size) for size in tag["shape"])
     if tag["dtype"] == "O":
         items = _items(tag)
@@ -312,55 +313,65 @@ def _read_ndarray(tag: dict[str, Any], blobs: Sequence[bytes], readers: _Readers
         for index, item in enumerate(items):
             array[index] = _untag(item, blobs, readers)
         return array.reshape(shape)
-    return _array(blobs[_size(tag["blob"])], _numpy_dtype(tag["dtype"]), shape)
+    dtype = _numpy_dtype(tag["dtype"])
+    return _bulk(tag, blobs, ("ndarray", dtype.str, shape), lambda data: _array(data, dtype, shape))
 
 
-def _read_tensor(tag: dict[str, Any], blobs: Sequence[bytes], readers: _Readers) -> torch.Tensor:
-    from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES, tensor_from_bits
+def _read_tensor(tag: dict[str, Any], blobs: CellBlobs, readers: _Readers) -> torch.Tensor:
+    from verl_rollout_skip.store.codec.tensors import tensor_from_bits
 
-    shape = tuple(_size(size) for size in tag["shape"])
-    dtype = TORCH_DTYPES[tag["dtype"]]
-    return tensor_from_bits(_array(blobs[_size(tag["blob"])], dtype.bits, shape), dtype.torch)
+    shape, name = tuple(_size(size) for size in tag["shape"]), tag["dtype"]
+    bits = TORCH_BITS[name]
+    return _bulk(tag, blobs, ("tensor", name, shape), lambda data: tensor_from_bits(_array(data, bits, shape), name))
 
 
-def _read_numpy(tag: dict[str, Any], blobs: Sequence[bytes], readers: _Readers) -> Any:
+def _bulk(tag: dict[str, Any], blobs: CellBlobs, kind: Hashable, make: Callable[[Any], Any]) -> Any:
+    return blobs.make(_size(tag["blob"]), kind, make)
+
+
+def _read_numpy(tag: dict[str, Any], blobs: CellBlobs, readers: _Readers) -> Any:
     data = bytes.fromhex(tag["hex"])
     if tag["dtype"] == "U":
         return np.str_(data.decode("utf-8", "surrogatepass"))
     return np.bytes_(data) if tag["dtype"] == "S" else _array(data, _numpy_dtype(tag["dtype"]), ())[()]
 
 
-def _array(data: bytes, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+def _array(data: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     """An array of its own memory from bytes of exactly its size."""
     if len(data) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(data)} bytes are no array of shape {shape} and dtype {dtype}")
-    return np.frombuffer(data, dtype).reshape(shape).copy() if data else np.empty(shape, dtype)
+        raise ValueError(f"{len(data)} bytes are not an array of shape {shape} and dtype {dtype}")
+    return np.frombuffer(data, dtype).reshape(shape).copy() if len(data) else np.empty(shape, dtype)
 
 
-def _read_image(tag: dict[str, Any], blobs: Sequence[bytes], readers: _Readers) -> Any:
-    width, height = (_size(size) for size in tag["size"])
+def _read_image(tag: dict[str, Any], blobs: CellBlobs, readers: _Readers) -> Any:
+    size = tuple(_size(size) for size in tag["size"])
+    width, height = size
     palette, info = tag.get("palette"), _untag(tag.get("info", {}), blobs, readers)
     if type(info) is not dict:
-        raise ValueError(f"{info!r} is no info of an image")
-    colors = None if palette is None else (palette["mode"], blobs[_size(palette["blob"])])
-    return images.make_image(tag["mode"], (width, height), blobs[_size(tag["blob"])], colors, info)
+        raise ValueError(f"{info!r} is not the info of an image")
+    colors = None if palette is None else (palette["mode"], _bulk(palette, blobs, "bytes", bytes))
+    # An image is shared with its info, whose blobs other cells may count in another way.
+    kind = ("image", tag["mode"], size, colors, repr(info))
+    return _bulk(
+        tag, blobs, kind, lambda data: images.make_image(tag["mode"], (width, height), bytes(data), colors, info)
+    )
 
 
 def _size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**48:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 
 def _items(tag: dict[str, Any]) -> list[Any]:
     if type(tag["items"]) is not list:
-        raise ValueError(f"{tag['items']!r} is no list of items")
+        raise ValueError(f"{tag['items']!r} is not a list of items")
     return tag["items"]
 
 
 def _numpy_dtype(name: Any) -> np.dtype:
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
-        raise ValueError(f"{name!r} is no dtype of plain numbers or text")
+        raise ValueError(f"{name!r} is not a dtype of plain numbers or text")
     return np.dtype(name)
 
 
@@ -368,7 +379,7 @@ _READERS: _Readers = {
     "str": lambda tag, *_: bytes.fromhex(tag["hex"]).decode("utf-8", "surrogatepass"),
     "int": lambda tag, *_: int(tag["hex"], 16),
     "float": lambda tag, *_: struct.unpack(">d", bytes.fromhex(tag["hex"]))[0],
-    "bytes": lambda tag, blobs, _: bytes(blobs[_size(tag["blob"])]),
+    "bytes": lambda tag, blobs, _: _bulk(tag, blobs, "bytes", bytes),
     "tuple": lambda tag, blobs, readers: tuple(_untag(item, blobs, readers) for item in _items(tag)),
     "dict": lambda tag, blobs, readers: {
         _untag(key, blobs, readers): _untag(item, blobs, readers) for key, item in _items(tag)
@@ -389,5 +400,5 @@ def text_dtype(name: Any) -> np.dtype:
     """The dtype of a numpy array of fixed-width text or bytes, from data that cannot be trusted."""
     dtype = _numpy_dtype(name)
     if dtype.kind not in "US":
-        raise ValueError(f"{name!r} is no dtype of text")
+        raise ValueError(f"{name!r} is not a dtype of text")
     return dtype

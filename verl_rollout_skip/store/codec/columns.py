@@ -1,40 +1,23 @@
-"""Which form each key of a batch gets: the choices, each proved on the recorded values before it is taken."""
+"""Which encoding each key of a batch gets: the choices, each proved on the recorded values before it is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
-from verl_rollout_skip.errors import ChangedBatchError, StoreError, UnsupportedBatchError
-from verl_rollout_skip.sizes import format_size
-from verl_rollout_skip.store.codec import cells
-from verl_rollout_skip.store.codec.batch import Batch, BatchKind, Path, flatten
-from verl_rollout_skip.store.codec.cells import CellColumn
-from verl_rollout_skip.store.codec.dtypes import (
-    Element,
-    as_integers,
-    element_of,
-    narrower,
-    refuse_unsupported,
-    same_bits,
-)
-from verl_rollout_skip.store.codec.encodings import (
-    Concat,
-    Dense,
-    Form,
+from verl_rollout_skip.errors import UnsupportedBatchError
+from verl_rollout_skip.store.codec.batch import Path
+from verl_rollout_skip.store.codec.dtypes import Element, as_integers, narrower, same_bits
+from verl_rollout_skip.store.codec.encodings import Concat, Dense, Encoding, Mask, Positions, Ragged, Same
+from verl_rollout_skip.store.codec.jagged import (
     Jagged,
+    JaggedBits,
     JaggedConcat,
     JaggedPositions,
-    Mask,
-    Positions,
-    Ragged,
     Rows,
-    Same,
     count_up,
     interleave,
 )
@@ -47,166 +30,35 @@ from verl_rollout_skip.store.codec.padding import (
     proves,
     row_chunks,
 )
-from verl_rollout_skip.store.codec.snapshot import Copy, NonZero, Snapshot, held_bytes
+from verl_rollout_skip.store.codec.prepared import Numbers, TakenBatch
+from verl_rollout_skip.store.codec.tensors import element_of
 from verl_rollout_skip.store.threads import map_in_threads
 
-# Parquet readers refuse a description of more than 100 MB.
-_MAX_META_BYTES = 48 << 20
+
+def choose_encodings(batch: TakenBatch, echoed: TakenBatch | None = None) -> None:
+    """Choose the encoding of every numeric column of a batch. ``echoed`` is the output, when this is the input."""
+    plain = plain_columns(batch)
+    by_name = {column.path[0]: column for column in plain if column.is_tensor and len(column.path) == 1}
+    batch.spans = _spans(by_name)
+    batch.numbers = map_in_threads(lambda column: _choose(column, batch, by_name, echoed), plain)
 
 
-@dataclass
-class Numbers:
-    """A numeric column that has its form: ``bits`` is the payload that the form writes from."""
-
-    path: Path
-    form: Form
-    bits: Any
-
-
-@dataclass
-class Objects:
-    """A column of Python objects, encoded; ``shape`` and ``dtype`` of the numpy array it came from."""
-
-    path: Path
-    cells: CellColumn
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass
-class Part:
-    """The output of a rollout step, or its input: everything that is written of one batch.
-
-    ``tensors`` are those of the batch, or copies: ``snapshot`` knows whether anything that is shared was changed.
-    ``meta`` is its encoded meta_info, ``lasting_meta`` the same without what differs from run to run.
-    """
-
-    batch: Batch
-    tensors: dict[Path, torch.Tensor | NonZero]
-    snapshot: Snapshot | None
-    objects: list[Objects]
-    meta: dict[str, Any]
-    lasting_meta: dict[str, Any]
-    numbers: list[Numbers] = field(default_factory=list)
-    spans: Spans | None = None
-
-    def restore(self) -> None:
-        """Make whole tensors of those that were kept without their zeros."""
-        for path, tensor in self.tensors.items():
-            if isinstance(tensor, NonZero):
-                self.tensors[path] = tensor.restore()
-
-    @property
-    def held_bytes(self) -> int:
-        """The memory that it keeps alive while it waits."""
-        numbers = [array for array in self.batch.arrays.values() if array.dtype.kind not in "OUS"]
-        blobs = (blob for column in self.objects for row in column.cells.blobs or () for blob in row)
-        texts = (text for column in self.objects for text in column.cells.values if type(text) is str)
-        return held_bytes([*self.tensors.values(), *numbers, *blobs]) + sum(map(len, texts))
-
-
-Proof = Callable[[Mapping[str, Any]], str | None]
-"""Names the columns of a batch that are not what they were; None if all are."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A rollout step that is ready to be written."""
-
-    output: Part
-    input: Part | None
-    proof: Proof | None = None
-
-    @property
-    def parts(self) -> list[Part]:
-        return [self.output] if self.input is None else [self.output, self.input]
-
-    def raise_if_changed(self) -> None:
-        """Raise ``ChangedBatchError`` if anything in it was written into since it was taken."""
-        names = [name for part in self.parts if part.snapshot is not None for name in part.snapshot.changed()]
-        if not names and self.proof is not None:
-            self.output.restore()
-            # Rewards that only some rows have are objects in a TensorDict; a DataProto keeps objects apart.
-            is_tensordict = self.output.batch.kind is BatchKind.TENSORDICT
-            columns = {**(self.output.batch.arrays if is_tensordict else {}), **self.output.tensors}
-            named = self.proof({path[0]: column for path, column in columns.items() if len(path) == 1})
-            names = [] if named is None else [named]
-        if names:
-            raise ChangedBatchError(names)
-
-
-def prepare(batch: Any, inputs: Any = None, copy: Copy = Copy.NOTHING, proof: Proof | None = None) -> Prepared:
-    """Take a rollout step's output and, if given, its input: a batch, or what ``take`` made of one before."""
-    output = batch if isinstance(batch, Part) else take(batch, copy)
-    given = inputs if inputs is None or isinstance(inputs, Part) else take(inputs, copy, "the input's ")
-    if given is not None and given.batch.rows != output.batch.rows:
-        raise StoreError(
-            f"The input has {given.batch.rows} rows and the output {output.batch.rows}; a rollout is stored with one "
-            "input row for each trajectory (repeat the input as the generate call does)."
-        )
-    return Prepared(output, given, proof)
-
-
-def take(given: Any, copy: Copy = Copy.NOTHING, whose: str = "") -> Part:
-    """Take from a batch what is written of it. ``whose`` goes before the names of its tensors in an error.
-
-    This runs on the training thread, so it does only what cannot wait; ``choose_encodings`` does the rest.
-    """
-    batch = flatten(given)
-    snapshot = None if copy is Copy.NOTHING else Snapshot(copy, whose)
-    objects = []
-    tensors: dict[Path, torch.Tensor | NonZero] = {}
-    for path, tensor in batch.tensors.items():
-        refuse_unsupported(tensor, ".".join(path))
-        tensors[path] = tensor if snapshot is None else snapshot.tensor(".".join(path), tensor)
-    batch.tensors = {}
-    for path, array in batch.arrays.items():
-        where = ".".join(path)
-        if array.dtype.kind not in "OUS":
-            refuse_unsupported(array, where)
-            batch.arrays[path] = array if snapshot is None else snapshot.array(array)
-            continue
-        flat = array.tolist() if array.ndim == 1 else [row.ravel().tolist() for row in array]
-        encoded = cells.encode_column(where, flat)
-        if snapshot is not None and encoded.blobs is not None:
-            snapshot.cells(where, encoded.blobs)
-        objects.append(Objects(path, encoded, array.shape[1:], array.dtype.str))
-    lasting = {key: value for key, value in batch.meta.items() if key != "timing"}
-    # Paths of a TensorDict are tuples; as pairs, both kinds of meta are stored the same way.
-    meta, lasting_meta = (
-        cells.encode_inline([[key, value] for key, value in entries.items()], "meta_info")
-        for entries in (batch.meta, lasting)
-    )
-    size = len(meta["json"]) + sum(map(len, meta["blobs"]))
-    if size > _MAX_META_BYTES:
-        raise UnsupportedBatchError(
-            f"Cannot store meta_info of {format_size(size)}: up to {format_size(_MAX_META_BYTES)} go into the "
-            "description of the file. What has one row a trajectory belongs in the batch."
-        )
-    return Part(batch, tensors, snapshot, objects, meta, lasting_meta)
-
-
-def choose_encodings(part: Part, echoed: Part | None = None) -> None:
-    """Choose the form of every numeric column of a part. ``echoed`` is the output, when this is the input."""
+def plain_columns(batch: TakenBatch) -> list[Numbers]:
+    """The numeric columns of a batch, each with an encoding that leaves nothing out."""
     groups: dict[tuple[int, int], int] = {}
-    parts: dict[str, Numbers] = {}
-    payloads: list[Numbers] = []
-    part.restore()
-    for path, tensor in part.tensors.items():
+    columns = []
+    batch.restore()
+    for path, tensor in batch.tensors.items():
         assert isinstance(tensor, torch.Tensor)
-        column = _tensor_column(path, tensor, part.batch.rows, groups)
-        payloads.append(column)
-        if len(path) == 1:
-            parts[path[0]] = column
-    for path, array in part.batch.arrays.items():
+        columns.append(_tensor_column(path, tensor, groups))
+    for path, array in batch.batch.arrays.items():
         if array.dtype.kind not in "OUS":
             element, bits = element_of(array, ".".join(path))
-            payloads.append(Numbers(path, Dense(element, bits.shape[1:]), bits))
-    part.spans = _spans(parts)
-    part.numbers = map_in_threads(lambda column: _choose(column, part, parts, echoed), payloads)
+            columns.append(Numbers(path, Dense(element, bits.shape[1:]), bits))
+    return columns
 
 
-def _tensor_column(path: Path, tensor: torch.Tensor, rows: int, groups: dict[tuple[int, int], int]) -> Numbers:
+def _tensor_column(path: Path, tensor: torch.Tensor, groups: dict[tuple[int, int], int]) -> Numbers:
     where = ".".join(path)
     if not tensor.is_nested:
         element, bits = element_of(tensor, where)
@@ -235,53 +87,52 @@ def _jagged_column(path: Path, tensor: Any, where: str, groups: dict[tuple[int, 
     if lengths is not None or offsets[0] != 0 or offsets[-1] != len(bits):
         pieces = [bits[start : start + size] for start, size in zip(offsets[:-1], sizes, strict=True)]
         bits = np.concatenate([bits[:0], *pieces])
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
     known = {"min_seqlen", "max_seqlen"} <= set(tensor._metadata_cache)
-    form = Jagged(element, bits.shape[1:], tensor._ragged_idx, laid_out, group, known)
-    return Numbers(path, form, (bits, offsets))
+    encoding = Jagged(element, bits.shape[1:], tensor._ragged_idx, laid_out, group, known)
+    return Numbers(path, encoding, JaggedBits(bits, sizes.astype(np.int64)))
 
 
-def _spans(parts: dict[str, Numbers]) -> Spans | None:
-    mask = parts.get("attention_mask")
-    if mask is None or not isinstance(mask.form, Dense):
+def _spans(tensors: dict[str, Numbers]) -> Spans | None:
+    mask = tensors.get("attention_mask")
+    if mask is None or not isinstance(mask.encoding, Dense):
         return None
-    responses = parts.get("responses")
+    responses = tensors.get("responses")
     if responses is None:
         return find_spans(mask.bits, 0)
-    if not isinstance(responses.form, Dense) or responses.bits.ndim != 2:
+    if not isinstance(responses.encoding, Dense) or responses.bits.ndim != 2:
         return None
     return find_spans(mask.bits, responses.bits.shape[1])
 
 
-def _choose(column: Numbers, part: Part, parts: dict[str, Numbers], echoed: Part | None) -> Numbers:
-    form = (
+def _choose(column: Numbers, batch: TakenBatch, tensors: dict[str, Numbers], echoed: TakenBatch | None) -> Numbers:
+    encoding = (
         _echo(column, echoed)
-        or _twin(column, parts)
-        or _derived(column, part.spans, parts)
-        or _without_padding(column, part.spans)
-        or replace(column.form, element=_narrow(column))
+        or _twin(column, tensors)
+        or _derived(column, batch.spans, tensors)
+        or _without_padding(column, batch.spans)
+        or replace(column.encoding, element=_narrow(column))
     )
-    return Numbers(column.path, form, column.bits)
+    return Numbers(column.path, encoding, column.bits)
 
 
-def _echo(column: Numbers, echoed: Part | None) -> Form | None:
+def _echo(column: Numbers, echoed: TakenBatch | None) -> Encoding | None:
     """The input that a rollout hands through to its output is stored once."""
     for other in echoed.numbers if echoed else ():
         if other.path == column.path and _identical(column, other):
-            return Same(column.form.element, (), "")
+            return Same(column.encoding.element, column.bits.shape[1:], "")
     return None
 
 
-def _twin(column: Numbers, parts: dict[str, Numbers]) -> Form | None:
+def _twin(column: Numbers, tensors: dict[str, Numbers]) -> Encoding | None:
     """V1 writes the response mask a second time as the loss mask."""
-    other = parts.get("response_mask")
+    other = tensors.get("response_mask")
     if column.path == ("loss_mask",) and other is not None and _identical(column, other):
-        return Same(column.form.element, (), "response_mask")
+        return Same(column.encoding.element, column.bits.shape[1:], "response_mask")
     return None
 
 
 def _identical(left: Numbers, right: Numbers) -> bool:
-    a, b = left.form.element, right.form.element
+    a, b = left.encoding.element, right.encoding.element
     if (a.holder, a.name) != (b.holder, b.name):
         return False
     # Not for nested tensors: a copy would share its offsets with the original, and those decide what torch allows.
@@ -289,13 +140,13 @@ def _identical(left: Numbers, right: Numbers) -> bool:
     return dense and same_bits(left.bits, right.bits)
 
 
-def _derived(column: Numbers, spans: Spans | None, parts: dict[str, Numbers]) -> Form | None:
-    name, element, bits = column.path[-1], column.form.element, column.bits
+def _derived(column: Numbers, spans: Spans | None, tensors: dict[str, Numbers]) -> Encoding | None:
+    name, element, bits = column.path[-1], column.encoding.element, column.bits
     if len(column.path) > 1 or element.holder != "torch":
         return None
-    if isinstance(column.form, Jagged):
-        return _derived_jagged(name, column, parts)
-    if name == "input_ids" and _is_concat(column, parts):
+    if isinstance(column.encoding, Jagged):
+        return _derived_jagged(name, column, tensors)
+    if name == "input_ids" and _is_concat(column, tensors):
         return Concat(element, bits.shape[1:])
     if spans is None or not isinstance(bits, np.ndarray) or bits.ndim != 2:
         return None
@@ -310,15 +161,15 @@ def _derived(column: Numbers, spans: Spans | None, parts: dict[str, Numbers]) ->
     return None
 
 
-def _is_concat(column: Numbers, parts: dict[str, Numbers]) -> bool:
-    pieces = [parts[name] for name in Concat.needs if name in parts]
-    if len(pieces) != 2 or not all(isinstance(piece.form, Dense) and piece.bits.ndim == 2 for piece in pieces):
+def _is_concat(column: Numbers, tensors: dict[str, Numbers]) -> bool:
+    pieces = [tensors[name] for name in Concat.needs if name in tensors]
+    if len(pieces) != 2 or not all(isinstance(piece.encoding, Dense) and piece.bits.ndim == 2 for piece in pieces):
         return False
     whole, prompts, responses = column.bits, pieces[0].bits, pieces[1].bits
     width = prompts.shape[1]
     if whole.ndim != 2 or whole.shape[1] != width + responses.shape[1]:
         return False
-    if any(piece.form.element.name != column.form.element.name for piece in pieces):
+    if any(piece.encoding.element.name != column.encoding.element.name for piece in pieces):
         return False
     return all(
         np.array_equal(whole[chunk, :width], prompts[chunk]) and np.array_equal(whole[chunk, width:], responses[chunk])
@@ -326,29 +177,38 @@ def _is_concat(column: Numbers, parts: dict[str, Numbers]) -> bool:
     )
 
 
-def _derived_jagged(name: str, column: Numbers, parts: dict[str, Numbers]) -> Form | None:
-    form = column.form
-    assert isinstance(form, Jagged)
-    pieces = [parts[piece] for piece in JaggedConcat.needs if piece in parts]
-    if len(pieces) != 2 or not all(isinstance(piece.form, Jagged) and not piece.form.shape for piece in pieces):
+def _derived_jagged(name: str, column: Numbers, tensors: dict[str, Numbers]) -> Encoding | None:
+    plain = column.encoding
+    assert isinstance(plain, Jagged)
+    pieces = [tensors[piece] for piece in JaggedConcat.needs if piece in tensors]
+    if len(pieces) != 2 or not all(isinstance(piece.encoding, Jagged) and not piece.encoding.shape for piece in pieces):
         return None
-    if form.shape or any(piece.form.element.name != form.element.name for piece in pieces):
+    if plain.shape or any(piece.encoding.element.name != plain.element.name for piece in pieces):
         return None
-    values, offsets = column.bits
-    joined, lengths = interleave(pieces[0].bits, pieces[1].bits)
-    if not np.array_equal(lengths, np.diff(offsets)):
+    joined = interleave(pieces[0].bits, pieces[1].bits)
+    if not np.array_equal(joined.lengths, column.bits.lengths):
         return None
-    arguments = (form.element, form.shape, form.ragged_idx, form.laid_out, form.group, form.bounds)
-    if name == "input_ids" and same_bits(values, joined):
+    arguments = (plain.element, plain.shape, plain.ragged_idx, plain.laid_out, plain.group, plain.bounds)
+    if name == "input_ids" and same_bits(column.bits.values, joined.values):
         return JaggedConcat(*arguments)
-    if name == "position_ids" and same_bits(values, count_up(lengths, values.dtype)):
+    if name == "position_ids" and _counts_up(column.bits):
         return JaggedPositions(*arguments)
     return None
 
 
-def _without_padding(column: Numbers, spans: Spans | None) -> Form | None:
+def _counts_up(bits: JaggedBits) -> bool:
+    return same_bits(bits.values, count_up(bits.lengths, bits.values.dtype).values)
+
+
+def _without_padding(column: Numbers, spans: Spans | None) -> Encoding | None:
     bits = column.bits
-    if spans is None or not isinstance(column.form, Dense) or bits.ndim < 2 or bits.dtype.kind == "c" or not bits.size:
+    if (
+        spans is None
+        or not isinstance(column.encoding, Dense)
+        or bits.ndim < 2
+        or bits.dtype.kind == "c"
+        or not bits.size
+    ):
         return None
     windows = sorted(WINDOWS, key=lambda window: window != "prompt") if column.path[-1] == "prompts" else WINDOWS
     for axis in dict.fromkeys((0, bits.ndim - 2)):
@@ -356,29 +216,29 @@ def _without_padding(column: Numbers, spans: Spans | None) -> Form | None:
             if bits.shape[axis + 1] != spans.width(window):
                 continue
             pad = _pad(np.moveaxis(as_integers(bits), axis + 1, -1), spans, window)
-            form = Ragged(_narrow(column), bits.shape[1:], window, axis, pad)
-            if form.outside_is(bits, spans):
-                return form
+            encoding = Ragged(_narrow(column), bits.shape[1:], window, axis, pad)
+            if encoding.outside_is(bits, spans):
+                return encoding
     return None
 
 
 def _pad(bits: np.ndarray, spans: Spans, window: str) -> int:
     """What stands in the first padding of the column; 0 if nothing is padded."""
     start, end, width = spans.bounds(window)
-    for padded, place in ((end < width, -1), (start > 0, 0)):
+    for padded, edge in ((end < width, -1), (start > 0, 0)):
         if padded.any():
-            return int(bits[padded.argmax(), ..., place].flat[0])
+            return int(bits[padded.argmax(), ..., edge].flat[0])
     return 0
 
 
 def _narrow(column: Numbers) -> Element:
     """The narrowest element that holds every value of the column, found piece by piece to keep memory small."""
-    wide = column.form.element
+    wide = column.encoding.element
     narrow = narrower(wide, np.empty(0, wide.bits))
-    if isinstance(column.form, Rows):
+    if isinstance(column.encoding, Rows):
         pieces = column.bits
     else:
-        pieces = [column.bits[0] if isinstance(column.form, Jagged) else column.bits]
+        pieces = [column.bits.values if isinstance(column.bits, JaggedBits) else column.bits]
     for piece in pieces:
         flat = piece.reshape(-1)
         for chunk in row_chunks(len(flat), flat.itemsize):
@@ -386,17 +246,3 @@ def _narrow(column: Numbers) -> Element:
             if element != narrow:
                 return element
     return narrow
-
-
-def cell_type(form: str) -> pa.DataType:
-    """The Parquet type of a column of Python objects."""
-    kinds = {
-        "text": pa.string(),
-        "json": pa.string(),
-        "int": pa.int64(),
-        "float": pa.float64(),
-        "bool": pa.bool_(),
-    }
-    if form not in kinds:
-        raise ValueError(f"{form!r} is no form of a column of objects; there are {', '.join(kinds)}")
-    return kinds[form]

@@ -1,277 +1,346 @@
-"""A Parquet file back into the batch it was made from, bit for bit.
+"""The parts of an entry back into the batch they were made from, bit for bit.
 
-The bytes may be damaged or hostile: every claim of the file is compared before anything is allocated for it, whatever
-cannot be decoded is a ``CorruptEntryError``, and nothing in it can run code.
+The bytes may be damaged or hostile: every claim of a part is compared before anything is allocated for it, whatever
+cannot be decoded is a ``CorruptEntryError``, and nothing in it can run code. Each part is decoded into bits with its
+own encodings; tensors are made of the bits of all parts.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, RolloutSkipError
+from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.codec import cells
 from verl_rollout_skip.store.codec.batch import Batch, BatchKind
-from verl_rollout_skip.store.codec.columns import cell_type
-from verl_rollout_skip.store.codec.encodings import FORMS, Form, Reading, Same, form_from_json, natural
+from verl_rollout_skip.store.codec.blobs import CellBlobs, StoredBlobs
+from verl_rollout_skip.store.codec.encodings import DenseEncoding, Encoding, Reading, Same, natural
+from verl_rollout_skip.store.codec.jagged import Jagged, JaggedBits, NestedEncoding, encoding_from_json
 from verl_rollout_skip.store.codec.padding import Spans
-from verl_rollout_skip.store.codec.pages import read_columns
-from verl_rollout_skip.store.codec.table import ColumnReader
-from verl_rollout_skip.store.format import METADATA_KEY, check_version
+from verl_rollout_skip.store.codec.part import PartFile, damage_is_corruption
+from verl_rollout_skip.store.codec.tensors import dense_column, jagged_tensor, strided_tensor
 from verl_rollout_skip.store.threads import map_in_threads, worker_count
 
 # A Python object takes at least so much memory, however little it takes in the file.
 _OBJECT_BYTES = 100
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
 _LENGTHS = {
-    "output": ["skip__prompt_length", "skip__response_length"],
-    "input": ["skip__input_length", "skip__input_response_length"],
+    "output": ("skip__prompt_length", "skip__response_length"),
+    "input": ("skip__input_length", "skip__input_response_length"),
 }
+_Place = tuple[bool, tuple[str, ...]]
+"""Where a value belongs: among the tensors or not, and under which path."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What one part says of the output or of the input, and what was decoded of it: bits by place."""
+
+    part: PartFile
+    rows: slice
+    spans: Spans | None
+    numbers: dict[_Place, tuple[str, Encoding]]
+    objects: dict[_Place, dict[str, Any]]
+    done: dict[_Place, Any] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> dict[_Place, Any]:
+        """What must be the same in all parts."""
+        numbers = {place: encoding.kind for place, (_, encoding) in self.numbers.items()}
+        return numbers | {place: (item["shape"], item["dtype"]) for place, item in self.objects.items()}
+
+    @property
+    def object_columns(self) -> set[str]:
+        names = {item[kind] for item in self.objects.values() for kind in ("column", "object", "blobs")}
+        return {*names, "skip__blob_sizes", "skip__blobs"} - {None}
 
 
 class Reader:
     """The parts of an entry, whose bytes are in memory: output and input are decoded on demand.
 
-    ``limit`` is the most memory, in bytes, that decoding may take; the file's own claims are compared with it
-    before anything is allocated.
+    ``limit`` is the most memory, in bytes, that decoding may take; what the parts claim is compared with it before
+    anything is allocated. Large blobs are shared by all that is decoded by one reader.
     """
 
     def __init__(self, datas: Sequence[Any], limit: int) -> None:
         self._limit = limit
+        self._parts = [PartFile(data, limit) for data in datas]
+        self._blobs: dict[int, StoredBlobs] = {}
         with damage_is_corruption():
-            (data,) = datas
-            self._data = pa.py_buffer(data)
-            self._columns = read_columns(memoryview(self._data).cast("B"))
-            self._metadata = pq.read_metadata(pa.BufferReader(self._data))
-            self._spec = self._read_spec()
-            rows = self._spec["rows"]
-            if type(rows) is not int or rows != self._metadata.num_rows:
-                raise CorruptEntryError(f"The file claims {rows!r} rows and holds {self._metadata.num_rows}.")
-            self.rows: int = rows
-            self.has_input = self._spec["input"] is not None
-            self.input_kind = BatchKind(self._spec["input"]["kind"]) if self.has_input else None
+            self.rows = sum(part.rows for part in self._parts)
+            given = self._parts[0].description["input"]
+            self.has_input = given is not None
+            self.input_kind = None if given is None else BatchKind(given["kind"])
 
     def output(self) -> Batch:
         """The recorded batch."""
         with damage_is_corruption():
-            return self._decode("output", self._spec["output"], None)
+            return self._decode("output", [])
 
     def input(self) -> Batch:
         """The recorded input of the rollout step."""
         with damage_is_corruption():
-            return self._decode("input", self._spec["input"], self._echoed())
+            return self._decode("input", [_echoed(layout) for layout in self._layouts("output")])
 
     def prompt_digests(self) -> list[str] | None:
         """One digest for each row of the recorded input, or None if it has none."""
+        digests: list[str] = []
         with damage_is_corruption():
-            digests = ColumnReader(self._data, self._metadata, self._limit).objects("skip__prompt_digest", pa.string())
-        return None if None in digests else digests
+            for part in self._parts:
+                texts, codes = part.texts("skip__prompt_digest")
+                if (codes < 0).any():
+                    return None
+                digests += [texts[code] for code in codes]
+        return digests
 
-    def _echoed(self) -> dict[str, Any]:
-        """The numbers of the output that numbers of the input are stored as, and what those are derived from."""
-        given, items = self._spec["input"]["numbers"], self._spec["output"]["numbers"]
-        echoes = {_place(item) for item in given if item["form"] == Same.name and not item["of"]}
-        found = [item for item in items if _place(item) in echoes]
-        needed = {_tensor(name) for item in found for name in (*FORMS[item["form"]].needs, item.get("of", ""))}
-        kept = [item for item in items if _place(item) in echoes | needed]
-        return {**self._spec["output"], "numbers": kept, "objects": []}
+    def _layouts(self, side: str) -> list[_Layout]:
+        """The layout of one batch in each part, all of the same keys, types and shapes."""
+        layouts, start = [], 0
+        first = self._parts[0].description[side]
+        for part in self._parts:
+            described = part.description[side]
+            if any(described[name] != first[name] for name in ("kind", "nodes", "order", "device", "arrays", "meta")):
+                raise CorruptEntryError(f"The parts of the entry do not describe one {side}.")
+            layouts.append(_parse(part, side, slice(start, start + part.rows)))
+            if layouts[-1].kinds != layouts[0].kinds:
+                raise CorruptEntryError(f"The parts of the entry hold an {side} of different keys, types or shapes.")
+            start += part.rows
+        return layouts
 
-    def _read_spec(self) -> dict[str, Any]:
-        text = (self._metadata.metadata or {}).get(METADATA_KEY)
-        if text is None:
-            raise CorruptEntryError("It is a Parquet file, but not one that this package wrote: it has no description.")
-        spec = json.loads(text)
-        check_version(spec["format_version"])
-        return spec
+    def _decode(self, side: str, echoed: list[_Layout]) -> Batch:
+        layouts = self._layouts(side)
+        self._check_size(layouts, echoed)
+        if echoed:
+            _decode_numbers(echoed, [])
+        bits = _decode_numbers(layouts, echoed)
+        made: dict[_Place, Any] = {}
+        groups: dict[int, torch.Tensor] = {}
+        for place, (_, encoding) in layouts[0].numbers.items():
+            if isinstance(encoding, Jagged):
+                made[place] = jagged_tensor(encoding, bits[place], groups)
+            elif isinstance(encoding, DenseEncoding):
+                made[place] = dense_column(encoding.element, bits[place])
+            else:
+                made[place] = strided_tensor(encoding.element, bits[place])
+        for place in layouts[0].objects:
+            made[place] = self._object_array(place, layouts)
+        described = self._parts[0].description[side]
+        return Batch(
+            kind=BatchKind(described["kind"]),
+            rows=self.rows,
+            tensors={path: value for (is_tensor, path), value in made.items() if is_tensor},
+            arrays={tuple(path): made[False, tuple(path)] for path in described["arrays"]},
+            meta=dict(cells.decode_inline(described["meta"])),
+            order=[tuple(path) for path in described["order"]],
+            nodes={tuple(path): (self.rows, *map(natural, sizes)) for path, sizes in described["nodes"]},
+            device=None if described["device"] is None else "cpu",
+        )
 
-    def _decode(self, name: str, spec: dict[str, Any], echoed: dict[str, Any] | None) -> Batch:
-        parts = [self._parse(spec, name)]
-        if echoed is not None and echoed["numbers"]:
-            parts.insert(0, self._parse(echoed, "output"))
-        self._check_size(parts)
-        reader = ColumnReader(self._data, self._metadata, self._limit)
-        done: dict[_Place, Any] = {}
-        for part in parts:
-            earlier, done = done, {}
-            self._decode_numbers(part, reader, done, earlier)
-            for item in part.spec["objects"]:
-                done[False, tuple(item["path"])] = self._object_array(item, reader)
-        return _batch(spec, parts[-1], done, self.rows)
-
-    def _parse(self, spec: dict[str, Any], name: str) -> _ParsedPart:
-        widths = spec["spans"]
-        lengths = _LENGTHS[name]
-        spans = None
-        if widths is not None:
-            reader = ColumnReader(self._data, self._metadata, self._limit)
-            values = [np.asarray(reader.objects(column, pa.int32()), np.int64) for column in lengths]
-            prompt, response = values
-            spans = Spans(int(widths[0]), int(widths[1]), prompt, response)
-            for length, width in ((prompt, spans.prompt_width), (response, spans.response_width)):
-                if len(length) != self.rows or (length < 0).any() or (length > width).any():
-                    raise CorruptEntryError("The stored prompt and response lengths do not fit the widths.")
-        forms = [(item, form_from_json(item, spans)) for item in spec["numbers"]]
-        part = _ParsedPart(spec, spans, forms)
-        places = [_place(item) for item, _ in forms] + [(False, tuple(item["path"])) for item in spec["objects"]]
-        if len(set(places)) != len(places) or len(set(part.number_columns)) != len(part.number_columns):
-            raise CorruptEntryError("The file lists a key or a column twice.")
-        return part
-
-    def _check_size(self, parts: list[_ParsedPart]) -> None:
-        """Compare what the file claims with the limit, before anything is allocated."""
-        weights = {name: 0 for part in parts for name in part.number_columns}
-        weights |= {name: _OBJECT_BYTES for part in parts for name in part.object_columns}
-        stored = dict.fromkeys(weights, 0)
-        for chunk in self._columns:
-            name = chunk.path.split(".")[0]
-            if name in weights:
-                width = weights[name] or _WIDTHS.get(chunk.physical, 8)
-                stored[name] += max(chunk.uncompressed, chunk.num_values * width)
+    def _check_size(self, layouts: list[_Layout], echoed: list[_Layout]) -> None:
+        """Compare what the parts claim with the limit, before anything is allocated."""
+        in_flight: list[int] = []
+        needed = 0
+        for layout in [*echoed, *layouts]:
+            for name in layout.object_columns if layout.objects else ():
+                needed += layout.part.stored_bytes(name, _OBJECT_BYTES)
+            sizes: dict[_Place, int] = {}
+            for place, (column, encoding) in sorted(layout.numbers.items(), key=lambda item: _stage(item[1][1])):
+                stored = [layout.part.stored_bytes(field.name) for field in encoding.fields(column)]
+                derived = sum(sizes.get((True, (name,)), 0) for name in encoding.needs)
+                sizes[place] = encoding.row_bytes * layout.part.rows or sum(stored) or derived
+                in_flight += stored
+            needed += sum(sizes.values())
         # Columns are read a few at a time and let go when they are decoded; Python objects stay.
-        needed = sum(sorted(stored.values())[-worker_count() :])
-        needed += sum(size for name, size in stored.items() if weights[name])
-        sizes: dict[_Place, int] = {}
-        for part in parts:
-            for item, form in sorted(part.forms, key=lambda job: _stage(job[1])):
-                lists = sum(stored[field.name] for field in form.fields(item["column"]))
-                others = [_tensor(name) for name in (*form.needs, *([form.of] if isinstance(form, Same) else ()))]
-                echoed = [_place(item)] if isinstance(form, Same) and not form.of else []
-                derived = sum(sizes.get(place, 0) for place in [*others, *echoed])
-                size = form.row_bytes() * self.rows or lists or derived
-                sizes[_place(item)] = size
-                needed += size
+        needed += sum(sorted(in_flight)[-worker_count() :])
         if needed > self._limit:
             raise EntryTooLargeError(
-                f"Loading it would take {format_size(needed)} of memory and {format_size(self._limit)} are "
-                "allowed. Load it on a larger machine or raise max_load_bytes."
+                f"Loading it would take {format_size(needed)} of memory and {format_size(self._limit)} are allowed. "
+                "Load it on a larger machine or raise max_load_bytes."
             )
 
-    def _decode_numbers(
-        self, part: _ParsedPart, reader: ColumnReader, done: dict[_Place, Any], earlier: dict[_Place, Any]
-    ) -> None:
-        def value_of(name: str) -> Any:
-            if _tensor(name) not in done:
-                raise CorruptEntryError(f"The file derives a column from {name!r}, which it does not hold.")
-            return done[_tensor(name)]
+    def _object_array(self, place: _Place, layouts: list[_Layout]) -> np.ndarray:
+        first = layouts[0].objects[place]
+        shape = tuple(natural(size) for size in first["shape"])
+        objects: dict[int, tuple[str, Any]] = {}
+        pieces = [
+            self._cells(layout.part, number, layout.objects[place], objects) for number, layout in enumerate(layouts)
+        ]
+        if first["dtype"] != "|O":
+            dtype = cells.text_dtype(first["dtype"])
+            if self.rows * math.prod(shape) * dtype.itemsize > self._limit:
+                raise EntryTooLargeError(f"{place[1]} claims more memory than {format_size(self._limit)}.")
+            found = [cell for piece in pieces for cell in piece]
+            return np.array(found, dtype).reshape(self.rows, *shape)
+        array = np.empty((self.rows, *shape), dtype=object)
+        for layout, piece in zip(layouts, pieces, strict=True):
+            if not shape:
+                array[layout.rows] = piece
+                continue
+            for row, cell in zip(array[layout.rows], piece, strict=True):
+                for index, value in zip(np.ndindex(shape), cell, strict=True):
+                    row[index] = value
+        return array
 
-        def decode(job: tuple[dict[str, Any], Form]) -> Any:
-            item, form = job
-            if isinstance(form, Same):
-                other = value_of(form.of) if form.of else earlier[_place(item)]
-                return other.clone() if isinstance(other, torch.Tensor) else other.copy()
-            return form.read(item["column"], reading)
-
-        reading = Reading(self.rows, reader, part.spans, value_of)
-        # What is stored first, then what is the same as the output's, then what is made from other columns.
-        for stage in range(4):
-            jobs = [job for job in part.forms if _stage(job[1]) == stage]
-            for (item, _), value in zip(jobs, map_in_threads(decode, jobs), strict=True):
-                done[_place(item)] = value
-
-    def _object_array(self, item: dict[str, Any], reader: ColumnReader) -> np.ndarray:
+    def _cells(self, part: PartFile, number: int, item: dict[str, Any], objects: dict[int, tuple[str, Any]]) -> Any:
+        """The cells of one part as a sequence; ``objects`` are those that earlier rows hold."""
         form, column = item["cells"], item["column"]
-        values = reader.objects(column, cell_type(form))
-        alias = None if item["alias"] is None else reader.objects(item["alias"], pa.int32())
-        blobs = None if item["blobs"] is None else self._blobs(item["blobs"], reader)
-        if alias is not None and any(
-            type(first) is not int or not 0 <= first <= row for row, first in enumerate(alias)
-        ):
-            raise CorruptEntryError(f"Column {column!r} repeats rows that do not come before it.")
-        decoded = cells.decode_column(cells.CellColumn(form, values, blobs, alias))
-        shape = tuple(natural(size) for size in item["shape"])
-        if item["dtype"] == "|O":
-            array = np.empty((self.rows, *shape), dtype=object)
-            places = list(np.ndindex(shape))
-            for row, cell in enumerate(decoded):
-                for place, value in zip(places, cell if shape else (cell,), strict=True):
-                    index = (row, *place)
-                    array[index] = value
-            return array
-        dtype = cells.text_dtype(item["dtype"])
-        if self.rows * math.prod(shape) * dtype.itemsize > self._limit:
-            raise EntryTooLargeError(f"Column {column!r} claims more memory than the {self._limit} bytes allowed.")
-        return np.array(decoded, dtype).reshape(self.rows, *shape)
+        if form not in ("text", "json"):
+            return _object_column(part.objects(column, cells.CELL_TYPES[form]))
+        texts, codes = part.texts(column)
+        if form == "text":
+            return _object_column([*texts, None])[codes]
+        identity = None
+        if item["object"] is not None:
+            identity = part.all_numbers(item["object"], pa.int64())
+            if len(identity) and identity.min() < 0:
+                raise CorruptEntryError(f"Column {item['object']!r} holds negative numbers.")
+        blobs = self._cell_blobs(part, number, item["blobs"])
+        decoded = cells.decode_column(
+            texts, codes.tolist(), blobs, None if identity is None else identity.tolist(), objects
+        )
+        return _object_column(decoded)
 
-    def _blobs(self, column: str, reader: ColumnReader) -> list[list[bytes]]:
-        counts, sizes = reader.all_lists(f"skip__blob_sizes__{column}", pa.int64())
-        joined = reader.objects(f"skip__blobs__{column}", pa.binary())
-        rows = []
-        for data, of_row in zip(joined, np.split(sizes, np.cumsum(counts)[:-1]), strict=True):
-            ends = np.cumsum(of_row)
-            if (of_row < 0).any() or len(data) != (ends[-1] if len(ends) else 0):
-                raise CorruptEntryError(f"The bulk data of column {column!r} has not the size that the file says.")
-            rows.append([data[end - size : end] for end, size in zip(ends, of_row, strict=True)])
-        return rows
+    def _cell_blobs(self, part: PartFile, number: int, column: str | None) -> Callable[[int], CellBlobs]:
+        """The blobs of each row of a column."""
+        if column is None:
+            return lambda row: CellBlobs.of([])
+        if number not in self._blobs:
+            self._blobs[number] = StoredBlobs(_blob_views(part), self._limit)
+        stored = self._blobs[number]
+        lengths, numbers = part.all_lists(column, pa.int32())
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(stored):
+            raise CorruptEntryError(f"Column {column!r} names blobs that the part does not have.")
+        ends, listed = np.cumsum(lengths).tolist(), numbers.tolist()
+        return lambda row: CellBlobs(stored, listed[ends[row - 1] if row else 0 : ends[row]])
 
 
-_Place = tuple[bool, tuple[str, ...]]
-"""Where a value belongs: among the tensors or not, and under which path."""
+def _parse(part: PartFile, side: str, rows: slice) -> _Layout:
+    described = part.description[side]
+    spans = None
+    if described["spans"] is not None:
+        prompt_width, response_width = (natural(width) for width in described["spans"])
+        prompt, response = (part.all_numbers(name, pa.int32()).astype(np.int64) for name in _LENGTHS[side])
+        spans = Spans(prompt_width, response_width, prompt, response)
+        for length, width in ((prompt, prompt_width), (response, response_width)):
+            if (length < 0).any() or (length > width).any():
+                raise CorruptEntryError("The stored prompt and response lengths do not fit the widths.")
+    numbers: dict[_Place, tuple[str, Encoding]] = {}
+    columns: list[str] = []
+    for item in described["numbers"]:
+        encoding = encoding_from_json(item, spans)
+        place = encoding.element.holder == "torch", tuple(item["path"])
+        columns += [field.name for field in encoding.fields(item["column"])]
+        if place in numbers:
+            raise CorruptEntryError("The file lists a key twice.")
+        numbers[place] = item["column"], encoding
+    objects = {(False, tuple(item["path"])): item for item in described["objects"]}
+    if (
+        len(set(columns)) != len(columns)
+        or len(objects) != len(described["objects"])
+        or objects.keys() & numbers.keys()
+    ):
+        raise CorruptEntryError("The file lists a key or a column twice.")
+    return _Layout(part, rows, spans, numbers, objects)
 
 
-def _stage(form: Form) -> int:
-    if isinstance(form, Same):
-        return 3 if form.of else 1
-    return 2 if form.needs else 0
+def _echoed(layout: _Layout) -> _Layout:
+    """The numbers of the output that numbers of the input may be stored as, and what those are derived from."""
+    given = layout.part.description["input"]["numbers"]
+    echoes = {
+        (item["element"]["holder"] == "torch", tuple(item["path"]))
+        for item in given
+        if item["form"] == Same.name and not item["of"]
+    }
+    found = [encoding for place, (_, encoding) in layout.numbers.items() if place in echoes]
+    needed = {(True, (name,)) for encoding in found for name in (*encoding.needs, getattr(encoding, "of", ""))}
+    kept = {place: value for place, value in layout.numbers.items() if place in echoes | needed}
+    return _Layout(layout.part, layout.rows, layout.spans, kept, {})
 
 
-def _tensor(name: str) -> _Place:
-    return True, (name,)
+def _decode_numbers(layouts: list[_Layout], echoed: list[_Layout]) -> dict[_Place, Any]:
+    """The bits of all numeric columns, parts joined. ``echoed`` is what was decoded of the output before."""
+    arrays = _allocate(layouts)
+
+    def decode(job: tuple[int, _Place]) -> Any:
+        number, place = job
+        layout = layouts[number]
+        column, encoding = layout.numbers[place]
+
+        def done(name: str) -> Any:
+            source = layout if name else echoed[number] if echoed else None
+            found = None if source is None else source.done.get((True, (name,)) if name else place)
+            if found is None:
+                raise CorruptEntryError(f"The file derives {column!r} from {name!r}, which it does not hold.")
+            return found
+
+        reading = Reading(layout.part, layout.spans, done)
+        if isinstance(encoding, NestedEncoding):
+            return encoding.read(column, reading)
+        assert isinstance(encoding, DenseEncoding)
+        encoding.read_into(arrays[place][layout.rows], column, reading)
+        return arrays[place][layout.rows]
+
+    # What is stored first, then what is the same as the output's, then what is made from other columns.
+    for stage in range(4):
+        jobs = [
+            (number, place)
+            for number, layout in enumerate(layouts)
+            for place, (_, encoding) in layout.numbers.items()
+            if _stage(encoding) == stage
+        ]
+        for (number, place), bits in zip(jobs, map_in_threads(decode, jobs), strict=True):
+            layouts[number].done[place] = bits
+    nested = {place: [layout.done[place] for layout in layouts] for place in layouts[0].numbers.keys() - arrays.keys()}
+    return arrays | {place: _join(pieces) for place, pieces in nested.items()}
 
 
-def _place(item: dict[str, Any]) -> _Place:
-    return item["element"]["holder"] == "torch", tuple(item["path"])
+def _allocate(layouts: list[_Layout]) -> dict[_Place, np.ndarray]:
+    """Zeros for all rows of every dense column: fresh memory of the system is zero, so that costs nothing."""
+    rows = layouts[-1].rows.stop
+    return {
+        place: np.zeros((rows, *encoding.shape), encoding.element.bits)
+        for place, (_, encoding) in layouts[0].numbers.items()
+        if isinstance(encoding, DenseEncoding)
+    }
 
 
-@dataclass(frozen=True)
-class _ParsedPart:
-    spec: dict[str, Any]
-    spans: Spans | None
-    forms: list[tuple[dict[str, Any], Form]]
-
-    @property
-    def number_columns(self) -> list[str]:
-        return [field.name for item, form in self.forms for field in form.fields(item["column"])]
-
-    @property
-    def object_columns(self) -> list[str]:
-        names = []
-        for item in self.spec["objects"]:
-            names += [item["column"], item["alias"]]
-            names += [f"skip__blobs__{item['blobs']}", f"skip__blob_sizes__{item['blobs']}"]
-        return names
+def _join(pieces: list[Any]) -> Any:
+    """The bits of a nested tensor from those of its parts."""
+    if not isinstance(pieces[0], JaggedBits):
+        return [row for piece in pieces for row in piece]
+    if len(pieces) == 1:
+        return pieces[0]
+    return JaggedBits(*(np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("values", "lengths")))
 
 
-class damage_is_corruption:
-    """Whatever goes wrong while decoding bytes from outside means that the bytes are wrong."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, RolloutSkipError | ImportError):
-            raise CorruptEntryError(f"It cannot be decoded ({type(error).__name__}: {error}).") from error
+def _stage(encoding: Encoding) -> int:
+    if isinstance(encoding, Same):
+        return 3 if encoding.of else 1
+    return 2 if encoding.needs else 0
 
 
-def _batch(spec: dict[str, Any], parsed: _ParsedPart, done: dict[_Place, Any], rows: int) -> Batch:
-    kind = BatchKind(spec["kind"])
-    arrays = {tuple(path): done[False, tuple(path)] for path in spec["arrays"]}
-    tensors = {tuple(item["path"]): done[_place(item)] for item, _ in parsed.forms if _place(item)[0]}
-    pairs = cells.decode_inline(spec["meta"])
-    return Batch(
-        kind=kind,
-        rows=rows,
-        tensors=tensors,
-        arrays=arrays,
-        meta=dict(pairs),
-        order=[tuple(path) for path in spec["order"]],
-        nodes={tuple(path): tuple(int(size) for size in sizes) for path, sizes in spec["nodes"]},
-        device=None if spec["device"] is None else "cpu",
-    )
+def _object_column(values: Sequence[Any]) -> np.ndarray:
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
+def _blob_views(part: PartFile) -> list[memoryview]:
+    """The blobs of a part by number."""
+    counts, sizes = part.all_lists("skip__blob_sizes", pa.int64())
+    views: list[memoryview] = []
+    position = 0
+    for joined, count in zip(part.buffers("skip__blobs"), counts.tolist(), strict=True):
+        own = sizes[position : position + count].tolist()
+        position += count
+        if any(size < 0 for size in own) or sum(own) != len(joined):
+            raise CorruptEntryError("The bulk data of a row does not have the sizes that the file says.")
+        start = 0
+        for size in own:
+            views.append(joined[start : start + size])
+            start += size
+    return views

@@ -1,63 +1,30 @@
 """Element types: how each torch and numpy dtype lies in memory, and how it is stored in a Parquet column.
 
-*Bits* are a numpy array with the very bits of the values, in a dtype numpy knows. *Stored* values are what the
+*Bits* are a numpy array with the exact bits of the values, in a dtype that numpy knows. *Stored* values are what the
 column holds: readable numbers where that is exact (a bfloat16 becomes the float32 with the same value), the raw
-bits where it is not.
+bits where it is not. Nothing here needs torch; ``tensors.py`` turns tensors into bits and back.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
-from verl_rollout_skip.errors import UnsupportedBatchError
-
-
-@dataclass(frozen=True)
-class TorchDtype:
-    """A torch dtype and the numpy dtype that carries its bits."""
-
-    torch: torch.dtype
-    bits: np.dtype
-
-
-def _torch_dtypes() -> dict[str, TorchDtype]:
-    same = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
-    table = {name: TorchDtype(getattr(torch, name), np.dtype(name)) for name in same.split()}
-    table["bfloat16"] = TorchDtype(torch.bfloat16, np.dtype("uint16"))
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"):
-        if hasattr(torch, name):
-            table[name] = TorchDtype(getattr(torch, name), np.dtype("uint8"))
-    return table
-
-
-TORCH_DTYPES = _torch_dtypes()
+_SAME = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+_FLOAT8 = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+TORCH_BITS = {
+    **{name: np.dtype(name) for name in _SAME.split()},
+    "bfloat16": np.dtype("uint16"),
+    **dict.fromkeys(_FLOAT8.split(), np.dtype("uint8")),
+}
+"""The numpy dtype that carries the bits of each torch dtype."""
 NUMPY_NUMBERS = re.compile(r"[<>|=]([biu][1248]|f[248]|c8|c16|[mM]8\[\d*[a-zA-Z]+\])")
 """Numpy dtypes, by their ``str``, that a numeric column can have."""
-_BITS_VIEW = {1: torch.uint8, 2: torch.int16}
+_STORED = {"bool", "float32", "float64", *(f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64))}
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-
-
-def tensor_bits(tensor: torch.Tensor) -> np.ndarray:
-    """The bits of a dense tensor as a contiguous numpy array; no copy if it is contiguous on the CPU."""
-    dtype = TORCH_DTYPES[str(tensor.dtype).removeprefix("torch.")]
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if np.dtype(dtype.bits).kind == "u" and dtype.torch.is_floating_point:
-        return tensor.view(_BITS_VIEW[dtype.bits.itemsize]).numpy().view(dtype.bits)
-    return tensor.numpy()
-
-
-def tensor_from_bits(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of ``tensor_bits``; shares memory with ``bits``."""
-    if dtype.is_floating_point and bits.dtype.kind == "u":
-        carrier = bits.view(np.int16) if bits.dtype.itemsize == 2 else bits
-        return torch.from_numpy(carrier).view(dtype)
-    return torch.from_numpy(bits)
 
 
 def as_integers(bits: np.ndarray) -> np.ndarray:
@@ -91,11 +58,11 @@ class Element:
     def bits(self) -> np.dtype:
         """The numpy dtype of the bits in memory, in native byte order."""
         if self.holder == "torch":
-            return TORCH_DTYPES[self.name].bits
+            return TORCH_BITS[self.name]
         return np.dtype(self.name).newbyteorder("=")
 
     @property
-    def parts(self) -> int:
+    def components(self) -> int:
         """How many stored values make one element: two for complex numbers."""
         return 2 if self.bits.kind == "c" else 1
 
@@ -104,36 +71,19 @@ class Element:
         return pa.type_for_alias(self.stored)
 
 
-def refuse_unsupported(values: Any, where: str) -> None:
-    """Raise ``UnsupportedBatchError`` for a tensor or numeric array whose elements cannot be stored exactly."""
-    if isinstance(values, torch.Tensor):
-        name = str(values.dtype).removeprefix("torch.")
-        if name in TORCH_DTYPES and values.layout in (torch.strided, torch.jagged) and not values.is_quantized:
-            return
-        what = f"a {values.layout} tensor of dtype {values.dtype}"
-    elif NUMPY_NUMBERS.fullmatch(values.dtype.str):
-        return
-    else:
-        what = f"a numpy array of dtype {values.dtype}"
-    raise UnsupportedBatchError(f"Cannot store {where}: {what} has no exact representation on disk.")
+def check_element(element: Element) -> None:
+    """Raise ValueError for an element type, from data that cannot be trusted, that does not exist."""
+    known = element.name in TORCH_BITS if element.holder == "torch" else NUMPY_NUMBERS.fullmatch(element.name)
+    if not known or element.holder not in ("torch", "numpy") or element.stored not in _STORED:
+        raise ValueError(f"{element} is not an element type")
 
 
-def element_of(values: Any, where: str) -> tuple[Element, np.ndarray]:
-    """The element type of a tensor or array, before it is narrowed, and the bits."""
-    refuse_unsupported(values, where)
-    if isinstance(values, torch.Tensor):
-        name = str(values.dtype).removeprefix("torch.")
-        bits = tensor_bits(values)
-        return Element("torch", name, _default_storage(bits.dtype, name)), bits
-    dtype = values.dtype
-    bits = np.ascontiguousarray(values.astype(dtype.newbyteorder("="), copy=False))
-    return Element("numpy", dtype.str, _default_storage(bits.dtype, dtype.name)), bits
-
-
-def _default_storage(bits: np.dtype, name: str) -> str:
-    if name in ("bfloat16", "float16"):
-        return "float32"
-    return {"c": f"float{bits.itemsize * 4}", "m": "int64", "M": "int64"}.get(bits.kind, bits.name)
+def widest(holder: str, name: str, bits: np.dtype) -> Element:
+    """The element type of a column before it is narrowed; ``name`` is its dtype, ``bits`` what carries its bits."""
+    if name == "bfloat16" or bits == np.float16:
+        return Element(holder, name, "float32")
+    stored = {"c": f"float{bits.itemsize * 4}", "m": "int64", "M": "int64"}.get(bits.kind, bits.name)
+    return Element(holder, name, stored)
 
 
 def narrower(element: Element, bits: np.ndarray) -> Element:
@@ -158,7 +108,7 @@ def to_stored(element: Element, bits: np.ndarray) -> np.ndarray:
         return (bits.astype(np.uint32) << 16).view(np.float32)
     if element.stored == "uint16" and bits.dtype == np.float16:
         return bits.view(np.uint16)
-    if element.parts == 2 or element.bits.kind in "mM":
+    if element.components == 2 or element.bits.kind in "mM":
         return bits.view(stored)
     return bits.astype(stored, copy=False)
 
@@ -167,13 +117,10 @@ def from_stored(element: Element, stored: np.ndarray) -> np.ndarray:
     """The inverse of ``to_stored``."""
     if element.name == "bfloat16":
         return (np.ascontiguousarray(stored).view(np.uint32) >> 16).astype(np.uint16)
-    if (element.stored == "uint16" and element.bits == np.float16) or element.parts == 2 or element.bits.kind in "mM":
+    if (
+        (element.stored == "uint16" and element.bits == np.float16)
+        or element.components == 2
+        or element.bits.kind in "mM"
+    ):
         return np.ascontiguousarray(stored).view(element.bits)
     return stored.astype(element.bits, copy=False)
-
-
-def finish(element: Element, bits: np.ndarray) -> torch.Tensor | np.ndarray:
-    """Whole bits as the tensor or array that was recorded."""
-    if element.holder == "torch":
-        return tensor_from_bits(bits, TORCH_DTYPES[element.name].torch)
-    return bits.astype(np.dtype(element.name), copy=False)

@@ -1,17 +1,18 @@
 """A rollout step into Parquet files, its parts.
 
-``columns.prepare`` takes what must be taken on the training thread, ``plan`` does the rest. A part describes itself
-in its key-value metadata; readers that know nothing of that see one row per trajectory with ordinary columns. Names: a
-key of the output keeps its name, inputs are ``in__<key>``, and what this package adds is ``skip__<name>``; an output
-key that begins with one of these prefixes becomes ``out__<key>``.
+``prepare`` takes what must be taken on the training thread, ``plan`` does the rest. A part describes itself in its
+key-value metadata; readers that know nothing of that see one row per trajectory with ordinary columns. Names: a key of
+the output keeps its name, inputs are ``in__<key>``, and what this package adds is ``skip__<name>``; an output key that
+begins with one of these prefixes becomes ``out__<key>``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ import pyarrow.parquet as pq
 import xxhash
 
 from verl_rollout_skip.errors import UnsupportedBatchError
-from verl_rollout_skip.store.codec import cells, columns
-from verl_rollout_skip.store.codec.columns import Numbers, Objects, Part, Prepared, cell_type
-from verl_rollout_skip.store.codec.encodings import Jagged, Rows, Same, form_to_json
-from verl_rollout_skip.store.codec.padding import Spans
-from verl_rollout_skip.store.codec.table import list_array, list_field
+from verl_rollout_skip.store.codec.blobs import LARGE, BlobPool, blob_view
+from verl_rollout_skip.store.codec.cells import CELL_TYPES
+from verl_rollout_skip.store.codec.columns import choose_encodings
+from verl_rollout_skip.store.codec.encodings import Same, Stored, encoding_to_json, list_type
+from verl_rollout_skip.store.codec.jagged import JaggedBits
+from verl_rollout_skip.store.codec.part import as_numpy, byte_offsets
+from verl_rollout_skip.store.codec.prepared import Numbers, Objects, Prepared, TakenBatch
+from verl_rollout_skip.store.codec.rows import row_digests, row_scores, token_lengths
 from verl_rollout_skip.store.format import FORMAT_VERSION, METADATA_KEY
 from verl_rollout_skip.store.threads import map_in_threads
 
@@ -43,19 +47,59 @@ class Summary:
     content_digest: str
 
 
-@dataclass(frozen=True)
-class Column:
-    """One Parquet column (or a few that belong together) and where its arrays come from."""
+class _Digest:
+    """A digest of one column that does not depend on how its rows were cut: of its values, and of their lengths."""
 
+    def __init__(self) -> None:
+        self._values, self._lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
+
+    def add(self, made: Stored | pa.Array) -> None:
+        if isinstance(made, pa.Array):
+            made = _digested(made)
+        values: Any = np.ascontiguousarray(made.values) if made.content is None else made.content
+        self._values.update(values)
+        if made.lengths is not None:
+            lengths: Any = made.lengths.astype(np.int64)
+            self._lengths.update(lengths)
+
+    def digest(self) -> bytes:
+        return bytes(self._values.digest() + self._lengths.digest())
+
+
+@dataclass
+class _Key:
+    """A key of a batch: its description, and the Parquet columns that it is stored in."""
+
+    source: Numbers | Objects
+    taken: TakenBatch
     spec: dict[str, Any]
     fields: list[pa.Field]
-    source: Numbers | Objects
-    spans: Spans | None
+    blobs: list[list[int]] | None = None
+    digests: list[_Digest] = field(default_factory=list)
 
-    def arrays(self, rows: slice) -> list[pa.Array]:
+    def arrays(self, rows: slice, pool: BlobPool, numbers: list[int]) -> Iterator[pa.Array]:
+        """The columns for some rows; ``numbers`` are those that the blobs of the pool have in the part."""
+        self.digests = self.digests or [_Digest() for _ in self.fields]
         if isinstance(self.source, Numbers):
-            return self.source.form.write(self.source.bits, rows, self.spans)
-        return _object_arrays(self.source, self.fields, rows)
+            made = self.source.encoding.store(self.source.bits, rows, self.taken.spans)
+        else:
+            made = [self._object_column(self.source, column.name, rows, pool, numbers) for column in self.fields]
+        for column, digest, found in zip(self.fields, self.digests, made, strict=True):
+            digest.add(found)
+            kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+            yield found if isinstance(found, pa.Array) else found.to_arrow(kind)
+
+    def _object_column(
+        self, source: Objects, name: str, rows: slice, pool: BlobPool, numbers: list[int]
+    ) -> Stored | pa.Array:
+        if name == self.spec["column"]:
+            return pa.array(source.cells.values[rows], CELL_TYPES[source.cells.form])
+        if name == self.spec["object"]:
+            return Stored(np.array((source.cells.first_rows or [])[rows], np.int64))
+        held = (self.blobs or [])[rows]
+        flat = [number for row in held for number in row]
+        content = b"".join(pool.digests[number] for number in flat)
+        return Stored(np.array([numbers[number] for number in flat], np.int32), _counts(held), content)
 
 
 class Plan:
@@ -65,68 +109,206 @@ class Plan:
     """
 
     def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-        output, given = prepared.output, prepared.input
-        columns.choose_encodings(output)
-        if given is not None:
-            columns.choose_encodings(given, echoed=output)
+        self._output, self._input = prepared.output, prepared.input
+        choose_encodings(prepared.output)
+        if prepared.input is not None:
+            choose_encodings(prepared.input, echoed=prepared.output)
+        self._pool = BlobPool(blob for batch in prepared.batches for blob in batch.blobs())
         names = _Names()
-        output_layout = list(_layout(output, names, "", None))
-        input_layout = [] if given is None else list(_layout(given, names, "in__", output_layout))
-        self._layout = output_layout + input_layout
-        self._spec = {
+        outputs = list(self._keys(prepared.output, names, "", []))
+        inputs = [] if prepared.input is None else list(self._keys(prepared.input, names, "in__", outputs))
+        self._all_keys = outputs + inputs
+        self._description: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
-            "output": _part_spec(output, output_layout),
-            "input": None if given is None else _part_spec(given, input_layout),
+            "output": _describe(prepared.output, outputs),
+            "input": None if prepared.input is None else _describe(prepared.input, inputs),
         }
-        self._extras = _extra_columns(prepared)
-        fields = [field for column in self._layout for field in column.fields]
-        self._schema = pa.schema([*fields, *(field for field, _ in self._extras)])
-        self._digests = [xxhash.xxh3_128() for _ in self._layout]
-        self._scores: list[np.ndarray] = []
+        self._scores = row_scores(prepared.output)
+        self._lengths = token_lengths(prepared.output)
+        self._extras = self._extra_columns()
+        self._fields = [column for key in self._all_keys for column in key.fields]
+        if self._pool.blobs:
+            self._fields.append(pa.field("skip__blobs", pa.binary(), nullable=False))
+            self._fields.append(pa.field("skip__blob_sizes", list_type(pa.int64()), nullable=False))
+        self._fields += [column for column, _ in self._extras]
+        self._blob_rows = self._rows_of_blobs()
+        self._costs = np.sum([_row_costs(batch) for batch in prepared.batches], axis=0)
+        for number, (first, _) in self._blob_rows.items():
+            self._costs[first] += self._pool.sizes[number]
 
     def split(self, max_bytes: int) -> list[slice]:
-        """The rows of each part."""
-        return [slice(0, self._prepared.output.batch.rows)]
+        """The rows of each part, up to ``max_bytes`` in memory; no large blob is on both sides of a cut if possible."""
+        rows = self._output.batch.rows
+        shared = np.zeros(rows + 1, np.int64)
+        for number, (first, last) in self._blob_rows.items():
+            if self._pool.sizes[number] >= LARGE:
+                shared[first + 1] += 1
+                shared[last + 1] -= 1
+        clean = np.flatnonzero(np.cumsum(shared) == 0)
+        ends = np.concatenate([[0], np.cumsum(self._costs)])
+        cuts = [0]
+        while True:
+            start = cuts[-1]
+            stop = max(start + 1, int(np.searchsorted(ends, ends[start] + max_bytes, side="right")) - 1)
+            if stop >= rows:
+                return [slice(first, last) for first, last in pairwise([*cuts, rows])]
+            # Not so early that there are many more parts.
+            candidates = clean[(clean > start + (stop - start) // 2) & (clean <= stop)]
+            cuts.append(int(candidates[-1]) if len(candidates) else stop)
 
     def write(self, rows: slice, sink: Any) -> None:
         """Write the part with these rows into ``sink``, a file-like object or a pyarrow stream."""
-        spec = {**self._spec, "rows": rows.stop - rows.start}
-        with pq.ParquetWriter(sink, self._schema, **_parquet_options(self._layout, self._extras)) as writer:
-            writer.add_key_value_metadata({METADATA_KEY: json.dumps(spec).encode()})
+        description = {**self._description, "rows": rows.stop - rows.start}
+        numbers, new_blobs = self._number_blobs(rows)
+        schema = pa.schema(self._fields)
+        with pq.ParquetWriter(sink, schema, **_parquet_options(self._fields, self._extras)) as writer:
+            writer.add_key_value_metadata({METADATA_KEY: json.dumps(description).encode()})
             # While one row group is compressed the next one is gathered.
             table: pa.Table | None = None
-            for group in [*_row_groups(self._prepared), None]:
+            for group in [*self._row_groups(rows), None]:
                 jobs: list[Callable[[], Any]] = []
                 if group is not None:
-                    jobs.append(partial(self._row_group, group))
+                    new = new_blobs[group.start - rows.start : group.stop - rows.start]
+                    jobs.append(partial(self._table, schema, group, numbers, new))
                 if table is not None:
                     jobs.append(partial(writer.write_table, table, row_group_size=table.num_rows or 1))
                 table = map_in_threads(lambda job: job(), jobs)[0]
 
     def summary(self) -> Summary:
         """What is worth knowing of the rollout, after all its parts were written."""
-        output = self._prepared.output
-        lengths = _token_lengths(output)
-        score = np.concatenate(self._scores) if self._scores else None
+        scores, lengths = self._scores, self._lengths
         return Summary(
-            rows=output.batch.rows,
+            rows=self._output.batch.rows,
             prompt_tokens=None if lengths is None else int(lengths[0].sum()),
             response_tokens=None if lengths is None else int(lengths[1].sum()),
-            mean_score=None if score is None or not len(score) else float(score.mean()),
-            content_digest=_content_digest(self._prepared, self._spec, self._layout, self._digests),
+            mean_score=None if scores is None or not len(scores) else float(scores.mean()),
+            content_digest=self._content_digest(),
         )
 
-    def _row_group(self, rows: slice) -> pa.Table:
-        arrays = []
-        for column, digest in zip(self._layout, self._digests, strict=True):
-            made = column.arrays(rows)
-            arrays.extend(made)
-            if column.source.path[-1] != "uid":
-                for array in made:
-                    _digest_array(digest, array)
-        arrays.extend(_extra_array(values, rows, self._scores, self._prepared.output) for _, values in self._extras)
-        return pa.Table.from_arrays(arrays, schema=self._schema)
+    def _keys(self, batch: TakenBatch, names: _Names, prefix: str, outputs: list[_Key]) -> Iterator[_Key]:
+        for numbers in batch.numbers:
+            name = names.take(numbers.path, prefix)
+            spec = {"path": list(numbers.path), "column": name, **encoding_to_json(numbers.encoding)}
+            yield _Key(numbers, batch, spec, numbers.encoding.fields(name))
+        for objects in batch.objects:
+            name, cells = names.take(objects.path, prefix), objects.cells
+            blobs = None if cells.blobs is None else [self._pool.numbers(row) for row in cells.blobs]
+            twin = _twin(objects, blobs, outputs)
+            spec = {
+                "path": list(objects.path),
+                "column": name,
+                "cells": cells.form,
+                "shape": list(objects.shape),
+                "dtype": objects.dtype,
+                "object": None if cells.first_rows is None else f"skip__object__{name}",
+                "blobs": None if blobs is None else f"skip__blobs_of__{name}",
+            }
+            fields = [pa.field(name, CELL_TYPES[cells.form])]
+            if twin is not None:
+                fields = []
+                spec |= {"column": twin.spec["column"], "blobs": twin.spec["blobs"]}
+                if isinstance(twin.source, Objects) and twin.source.cells.first_rows == cells.first_rows:
+                    spec["object"] = twin.spec["object"]
+            if spec["object"] == f"skip__object__{name}":
+                fields.append(pa.field(spec["object"], pa.int64(), nullable=False))
+            if blobs is not None and twin is None:
+                fields.append(pa.field(spec["blobs"], list_type(pa.int32()), nullable=False))
+            yield _Key(objects, batch, spec, fields, blobs)
+
+    def _extra_columns(self) -> list[tuple[pa.Field, Any]]:
+        """The columns for people and SQL, and those that the spans are read from."""
+        output, given = self._output, self._input
+        lengths = self._lengths or (None, None)
+        if given is None:
+            prompts = [column for column in output.numbers if column.path == ("prompts",)]
+            digests = row_digests(output, self._pool, prompts, []) if prompts else None
+        else:
+            digests = row_digests(given, self._pool, given.numbers, given.objects)
+        extras: list[tuple[pa.Field, Any]] = [
+            (pa.field("skip__prompt_length", pa.int32()), lengths[0]),
+            (pa.field("skip__response_length", pa.int32()), lengths[1]),
+            (pa.field("skip__score", pa.float64()), self._scores),
+            (pa.field("skip__prompt_digest", pa.string()), digests),
+        ]
+        if given is not None and given.spans is not None:
+            extras.append((pa.field("skip__input_length", pa.int32()), given.spans.prompt_lengths))
+            extras.append((pa.field("skip__input_response_length", pa.int32()), given.spans.response_lengths))
+        return extras
+
+    def _rows_of_blobs(self) -> dict[int, tuple[int, int]]:
+        """The first and the last row that holds each blob."""
+        found: dict[int, tuple[int, int]] = {}
+        for key in self._all_keys:
+            for row, numbers in enumerate(key.blobs or ()):
+                for number in numbers:
+                    first, last = found.get(number, (row, row))
+                    found[number] = min(first, row), max(last, row)
+        return found
+
+    def _number_blobs(self, rows: slice) -> tuple[list[int], list[list[int]]]:
+        """The number in a part of each blob of the pool, and for each row the blobs that are new in it."""
+        numbers = [-1] * len(self._pool.blobs)
+        new_blobs: list[list[int]] = []
+        count = 0
+        for row in range(rows.start, rows.stop):
+            new = []
+            for number in (number for key in self._all_keys if key.blobs for number in key.blobs[row]):
+                if numbers[number] < 0:
+                    numbers[number] = count
+                    count += 1
+                    new.append(number)
+            new_blobs.append(new)
+        return numbers, new_blobs
+
+    def _row_groups(self, rows: slice) -> list[slice]:
+        """Slices of rows of some tens of megabytes: what is encoded at once, and so the extra memory of a dump."""
+        ends = np.flatnonzero(np.diff(np.cumsum(self._costs[rows]) // _GROUP_BYTES)) + 1 + rows.start
+        return [slice(first, last) for first, last in pairwise([rows.start, *ends.tolist(), rows.stop])]
+
+    def _table(self, schema: pa.Schema, rows: slice, numbers: list[int], new_blobs: list[list[int]]) -> pa.Table:
+        arrays = [array for key in self._all_keys for array in key.arrays(rows, self._pool, numbers)]
+        if self._pool.blobs:
+            arrays += self._blob_columns(new_blobs)
+        for column, values in self._extras:
+            if values is None:
+                arrays.append(pa.nulls(rows.stop - rows.start, column.type))
+            else:
+                arrays.append(pa.array(values[rows], column.type))
+        return pa.Table.from_arrays(arrays, schema=schema)
+
+    def _blob_columns(self, new_blobs: list[list[int]]) -> list[pa.Array]:
+        sizes = [[self._pool.sizes[number] for number in row] for row in new_blobs]
+        offsets = np.cumsum([0, *map(sum, sizes)])
+        if offsets[-1] >= 2**31:
+            raise UnsupportedBatchError(
+                "Cannot store the cells: those of a single row have more than 2 GiB of bulk data."
+            )
+        data = pa.py_buffer(b"".join(blob_view(self._pool.blobs[number]) for row in new_blobs for number in row))
+        buffers = [None, pa.py_buffer(offsets.astype(np.int32)), data]
+        flat = np.array([size for row in sizes for size in row], np.int64)
+        return [
+            pa.Array.from_buffers(pa.binary(), len(new_blobs), buffers),
+            Stored(flat, _counts(sizes)).to_arrow(pa.int64()),
+        ]
+
+    def _content_digest(self) -> str:
+        """A digest of what is recorded, whatever the order of the columns: verl takes those of the input from a set."""
+        digest = xxhash.xxh3_128()
+        for name, batch in (("output", self._output), ("input", self._input)):
+            if batch is not None:
+                described = {**self._description[name], "meta": batch.lasting_meta}
+                for listed in ("order", "arrays", "numbers", "objects"):
+                    described[listed] = sorted(json.dumps(item, sort_keys=True) for item in described[listed])
+                digest.update(json.dumps(described, sort_keys=True).encode())
+        columns = {
+            column.name: digested
+            for key in self._all_keys
+            if key.source.path[-1] != "uid"
+            for column, digested in zip(key.fields, key.digests, strict=True)
+        }
+        for name in sorted(columns):
+            digest.update(columns[name].digest())
+        return digest.hexdigest()
 
 
 def plan(prepared: Prepared) -> Plan:
@@ -153,246 +335,78 @@ class _Names:
         return unique
 
 
-def _layout(part: Part, names: _Names, prefix: str, echoed: list[Column] | None) -> Iterator[Column]:
-    for numbers in part.numbers:
-        name = names.take(numbers.path, prefix)
-        spec = {"path": list(numbers.path), "column": name, **form_to_json(numbers.form)}
-        yield Column(spec, numbers.form.fields(name), numbers, part.spans)
-    for objects in part.objects:
-        name = names.take(objects.path, prefix)
-        encoded = objects.cells
-        twin = _twin_column(objects, echoed, name)
-        fields = [] if twin else [pa.field(name, cell_type(encoded.form))]
-        if encoded.alias is not None:
-            fields.append(pa.field(f"skip__alias__{name}", pa.int32(), nullable=False))
-        if encoded.blobs is not None:
-            fields.append(pa.field(f"skip__blobs__{name}", pa.binary(), nullable=False))
-            fields.append(list_field(f"skip__blob_sizes__{name}", pa.int64()))
-        spec = {
-            "path": list(objects.path),
-            "column": twin or name,
-            "cells": encoded.form,
-            "shape": list(objects.shape),
-            "dtype": objects.dtype,
-            "alias": None if encoded.alias is None else f"skip__alias__{name}",
-            "blobs": None if encoded.blobs is None else name,
-        }
-        yield Column(spec, fields, objects, None)
-
-
-def _twin_column(objects: Objects, echoed: list[Column] | None, name: str) -> str | None:
-    """The column of the output that holds the very same cells: what a rollout hands through is stored once."""
-    for column in echoed or ():
-        other = column.source
-        if isinstance(other, Objects) and other.path == objects.path and other.cells.form == objects.cells.form:
-            # Floats compare equal that are not the same, so they are stored twice.
-            plain = objects.cells.blobs is None and other.cells.blobs is None and objects.cells.form != "float"
-            if plain and other.cells.values == objects.cells.values:
-                return str(column.spec["column"])
+def _twin(objects: Objects, blobs: list[list[int]] | None, outputs: list[_Key]) -> _Key | None:
+    """The key of the output that holds the very same cells: what a rollout hands through is stored once."""
+    for key in outputs:
+        other = key.source
+        if not isinstance(other, Objects) or (other.path, other.cells.form) != (objects.path, objects.cells.form):
+            continue
+        # Floats compare equal that are not the same, so they are stored twice.
+        if objects.cells.form != "float" and other.cells.values == objects.cells.values and key.blobs == blobs:
+            return key
     return None
 
 
-def _object_arrays(objects: Objects, fields: list[pa.Field], rows: slice) -> list[pa.Array]:
-    encoded = objects.cells
-    arrays = []
-    if fields and not fields[0].name.startswith("skip__"):
-        arrays.append(pa.array(encoded.values[rows], fields[0].type))
-    if encoded.alias is not None:
-        arrays.append(pa.array(encoded.alias[rows], pa.int32()))
-    if encoded.blobs is not None:
-        # One value a row, not a list of values: readers can then bound the memory that it takes.
-        if sum(cells.blob_size(blob) for row in encoded.blobs[rows] for blob in row) >= 2**31:
-            raise UnsupportedBatchError(
-                f"Cannot store {'.'.join(objects.path)}: a single row has more than 2 GiB of bulk data."
-            )
-        blobs = [[cells.blob_bytes(blob) for blob in row] for row in encoded.blobs[rows]]
-        sizes = np.array([len(blob) for row in blobs for blob in row], np.int64)
-        arrays.append(pa.array([b"".join(row) for row in blobs], pa.binary()))
-        arrays.append(list_array(sizes, np.array([len(row) for row in blobs]), pa.int64()))
-    return arrays
-
-
-def _part_spec(part: Part, layout: list[Column]) -> dict[str, Any]:
-    batch = part.batch
+def _describe(taken: TakenBatch, keys: list[_Key]) -> dict[str, Any]:
+    batch = taken.batch
     return {
         "kind": batch.kind.value,
-        "nodes": [[list(path), list(size)] for path, size in batch.nodes.items()],
+        "nodes": [[list(path), list(size[1:])] for path, size in batch.nodes.items()],
         "order": [list(path) for path in batch.order],
         "device": batch.device,
         "arrays": [list(path) for path in batch.arrays],
-        "spans": None if part.spans is None else [part.spans.prompt_width, part.spans.response_width],
-        "numbers": [column.spec for column in layout if isinstance(column.source, Numbers)],
-        "objects": [column.spec for column in layout if isinstance(column.source, Objects)],
-        "meta": part.meta,
+        "spans": None if taken.spans is None else [taken.spans.prompt_width, taken.spans.response_width],
+        "numbers": [key.spec for key in keys if isinstance(key.source, Numbers)],
+        "objects": [key.spec for key in keys if isinstance(key.source, Objects)],
+        "meta": taken.meta,
     }
 
 
-def _row_groups(prepared: Prepared) -> Iterator[slice]:
-    """Slices of rows of some tens of megabytes: what is encoded at once, and so the extra memory of a dump."""
-    rows = prepared.output.batch.rows
-    costs = sum(_row_costs(part) for part in prepared.parts)
-    ends = np.flatnonzero(np.diff(np.cumsum(costs) // _GROUP_BYTES)) + 1
-    starts = [0, *(int(end) for end in ends)]
-    for start, stop in zip(starts, [*starts[1:], rows], strict=True):
-        yield slice(start, stop)
-
-
-def _row_costs(part: Part) -> np.ndarray:
-    """How many bytes each row has in memory."""
-    rows = part.batch.rows
+def _row_costs(batch: TakenBatch) -> np.ndarray:
+    """How many bytes the numbers of each row have in memory."""
+    rows = batch.batch.rows
     costs = np.zeros(rows)
-    for column in part.numbers:
-        if isinstance(column.form, Rows):
+    for column in batch.numbers:
+        if isinstance(column.bits, JaggedBits):
+            costs += column.bits.lengths * (column.bits.values.nbytes / max(len(column.bits.values), 1))
+        elif isinstance(column.bits, list):
             costs += [row.nbytes for row in column.bits]
-        elif isinstance(column.form, Jagged):
-            costs += np.diff(column.bits[1]) * (column.bits[0].nbytes / max(len(column.bits[0]), 1))
-        elif not isinstance(column.form, Same):
+        elif not isinstance(column.encoding, Same):
             costs += column.bits.nbytes / max(rows, 1)
-    for objects in part.objects:
-        if objects.cells.blobs is not None:
-            costs += [sum(cells.blob_size(blob) for blob in row) for row in objects.cells.blobs]
     return costs
 
 
-def _token_lengths(part: Part) -> tuple[np.ndarray, np.ndarray] | None:
-    if part.spans is not None:
-        return part.spans.prompt_lengths, part.spans.response_lengths
-    jagged = {column.path[-1]: column for column in part.numbers if isinstance(column.form, Jagged)}
-    if "prompts" in jagged and "responses" in jagged:
-        return np.diff(jagged["prompts"].bits[1]), np.diff(jagged["responses"].bits[1])
-    return None
+def _counts(rows: list[list[int]]) -> np.ndarray:
+    return np.array([len(row) for row in rows], np.int64)
 
 
-def _extra_columns(prepared: Prepared) -> list[tuple[pa.Field, Any]]:
-    """The columns for people and SQL, and those that the spans are read from."""
-    output, given = prepared.output, prepared.input
-    lengths = _token_lengths(output) or (None, None)
-    digests = _row_digests(output, only_prompts=True) if given is None else _row_digests(given)
-    extras = [
-        (pa.field("skip__prompt_length", pa.int32()), lengths[0]),
-        (pa.field("skip__response_length", pa.int32()), lengths[1]),
-        (pa.field("skip__score", pa.float64()), "score"),
-        (
-            pa.field("skip__prompt_digest", pa.string()),
-            digests,
-        ),
-    ]
-    if given is not None and given.spans is not None:
-        extras.append((pa.field("skip__input_length", pa.int32()), given.spans.prompt_lengths))
-        extras.append((pa.field("skip__input_response_length", pa.int32()), given.spans.response_lengths))
-    return extras
+def _digested(array: pa.Array) -> Stored:
+    """What is digested of the cells of a column; -1 as the length of a text, or 0 as that of a number, is None."""
+    valid = as_numpy(array.is_valid())
+    if pa.types.is_string(array.type):
+        return Stored(np.empty(0), np.where(valid, np.diff(byte_offsets(array)), -1), array.buffers()[2] or b"")
+    return Stored(np.where(valid, as_numpy(array), 0), valid)
 
 
-def _extra_array(values: Any, rows: slice, scores: list[np.ndarray], output: Part) -> pa.Array:
-    if isinstance(values, str):
-        with np.errstate(invalid="ignore"):  # a NaN among the rewards is a NaN in the sum, no more
-            score = _scores(output, rows)
-        if score is None:
-            return pa.nulls(rows.stop - rows.start, pa.float64())
-        scores.append(score)
-        return pa.array(score)
-    if values is None:
-        return pa.nulls(rows.stop - rows.start, pa.int32())
-    return pa.array(values[rows], pa.string() if isinstance(values, list) else pa.int32())
-
-
-def _scores(part: Part, rows: slice) -> np.ndarray | None:
-    """The sum of the rewards of each row."""
-    for column in part.numbers:
-        if column.path != ("rm_scores",) or column.form.element.name not in ("float32", "float64"):
-            continue
-        if isinstance(column.form, Jagged):
-            values, offsets = column.bits
-            starts, ends = offsets[rows.start : rows.stop], offsets[rows.start + 1 : rows.stop + 1]
-            score = np.zeros(len(starts))
-            filled = starts < ends  # reduceat gives the next value for an empty row
-            if filled.any():
-                score[filled] = np.add.reduceat(values[: ends[-1]], starts[filled], dtype=np.float64)
-            return score
-        if isinstance(column.bits, np.ndarray) and column.bits.ndim == 2:
-            return column.bits[rows].sum(axis=1, dtype=np.float64)
-    return None
-
-
-def prompt_digests(inputs: Any) -> list[str] | None:
-    """One digest for each row of a rollout step's input: equal rows have equal digests, whatever their uids."""
-    part = columns.take(inputs)
-    columns.choose_encodings(part)
-    return _row_digests(part)
-
-
-def _row_digests(part: Part, only_prompts: bool = False) -> list[str] | None:
-    """One digest a row over everything in a part, uid aside, or over its prompts; None if there is nothing of it."""
-    numbers = [column for column in part.numbers if not only_prompts or column.path == ("prompts",)]
-    objects = [column for column in part.objects if column.path[-1] != "uid" and not only_prompts]
-    if not numbers and not objects:
-        return None
-    numbers.sort(key=lambda column: column.path)  # the order of the columns says nothing, and verl changes it
-    objects.sort(key=lambda column: column.path)
-    digests = []
-    for row in range(part.batch.rows):
-        digest = xxhash.xxh3_128()
-        for column in objects:
-            digest.update(f"{column.path}={column.cells.values[row]!r};".encode("utf-8", "surrogatepass"))
-            first = row if column.cells.alias is None else column.cells.alias[row]
-            for blob in column.cells.blobs[first] if column.cells.blobs else ():
-                digest.update(cells.blob_bytes(blob))
-        for numeric in numbers:
-            digest.update(f"{numeric.path}=".encode("utf-8", "surrogatepass"))
-            digest.update(_row(numeric, row).tobytes())
-        digests.append(digest.hexdigest())
-    return digests
-
-
-def _row(column: Numbers, row: int) -> np.ndarray:
-    if isinstance(column.bits, tuple):
-        values, offsets = column.bits
-        return values[offsets[row] : offsets[row + 1]]
-    return column.bits[row]
-
-
-def _parquet_options(layout: list[Column], extras: list[tuple[pa.Field, Any]]) -> dict[str, Any]:
+def _parquet_options(fields: list[pa.Field], extras: list[tuple[pa.Field, Any]]) -> dict[str, Any]:
     encodings, dictionary = {}, []
-    for column in layout:
-        for field in column.fields:
-            nested = pa.types.is_list(field.type)
-            leaf = f"{field.name}.list.element" if nested else field.name
-            kind = field.type.value_type if nested else field.type
-            if pa.types.is_string(kind):
-                dictionary.append(leaf)
-            elif pa.types.is_floating(kind):
-                # Not a dictionary: its lookup takes -0.0 for 0.0 and all NaNs for one. Integers stay plain, because
-                # readers learn to undo a split of integers only now (DuckDB with 2.0).
-                encodings[leaf] = "BYTE_STREAM_SPLIT"
+    added = [column.name for column, _ in extras]
+    for column in fields:
+        nested = pa.types.is_list(column.type)
+        leaf = f"{column.name}.list.element" if nested else column.name
+        kind = column.type.value_type if nested else column.type
+        if pa.types.is_string(kind) and column.name not in added:
+            dictionary.append(leaf)
+        elif pa.types.is_floating(kind) and column.name not in added:
+            # Not a dictionary: its lookup takes -0.0 for 0.0 and all NaNs for one. Integers stay plain, because
+            # readers learn to undo a split of integers only now (DuckDB with 2.0).
+            encodings[leaf] = "BYTE_STREAM_SPLIT"
     return {
         "compression": "zstd",
         "compression_level": 1,
         "use_dictionary": dictionary or False,
         "column_encoding": encodings or None,
-        "write_statistics": [field.name for field, _ in extras],
+        "write_statistics": added,
         "write_page_checksum": True,
         "store_schema": False,
     }
-
-
-def _content_digest(prepared: Prepared, spec: dict[str, Any], layout: list[Column], digests: list[Any]) -> str:
-    """A digest of what is recorded, whatever the order of the columns: verl takes those of the input from a set."""
-    digest = xxhash.xxh3_128()
-    for name, part in (("output", prepared.output), ("input", prepared.input)):
-        if part is not None:
-            described = {**spec[name], "meta": part.lasting_meta}
-            for listed in ("order", "arrays", "numbers", "objects"):
-                described[listed] = sorted(json.dumps(item, sort_keys=True) for item in described[listed])
-            digest.update(json.dumps(described, sort_keys=True).encode())
-    columns_by_name = {
-        column.fields[0].name: values for column, values in zip(layout, digests, strict=True) if column.fields
-    }
-    for name in sorted(columns_by_name):
-        digest.update(columns_by_name[name].digest())
-    return digest.hexdigest()
-
-
-def _digest_array(digest: Any, array: pa.Array) -> None:
-    for buffer in array.buffers():
-        if buffer is not None:
-            digest.update(buffer)

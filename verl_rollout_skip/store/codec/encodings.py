@@ -1,10 +1,11 @@
-"""The forms in which a numeric column can lie in the file, each with its way in and its way back side by side.
+"""How a numeric column lies in the file: each encoding with its way in and its way back side by side.
 
-A form is a small description that is kept as JSON in the file. ``fields`` and ``write`` make its Parquet columns;
-``read`` makes the bits again from them. A form that leaves something out (padding, a tensor that follows from
-others) is chosen by ``columns.py`` only after it was proved to give the recorded bits back.
+An encoding is a small description that is kept as JSON in the file. ``fields`` and ``store`` make its Parquet columns;
+``read_into`` makes the bits again from them. An encoding that leaves something out (padding, a tensor that follows from
+others) is chosen by ``columns.py`` only after it was proved to give the recorded bits back. Encodings of dense tensors
+are here, those of nested tensors in ``jagged.py``. All of them work on numpy bits, without torch.
 
-Everything a form says comes from a file that may be damaged or hostile, so ``check`` is called first and ``read``
+Everything an encoding says comes from a file that may be damaged or hostile, so ``check`` is called first and reading
 trusts no length it has not compared.
 """
 
@@ -12,47 +13,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import torch
 
-from verl_rollout_skip.errors import CorruptEntryError
-from verl_rollout_skip.store.codec.dtypes import (
-    NUMPY_NUMBERS,
-    TORCH_DTYPES,
-    Element,
-    as_integers,
-    finish,
-    from_stored,
-    tensor_from_bits,
-    to_stored,
-)
+from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
+from verl_rollout_skip.store.codec.dtypes import Element, as_integers, from_stored, to_stored
 from verl_rollout_skip.store.codec.padding import WINDOWS, Spans, mask_rows, position_rows, row_chunks
-from verl_rollout_skip.store.codec.table import ColumnReader, list_array, list_field
+from verl_rollout_skip.store.codec.part import PartFile
 
-_STORED = {
-    "bool",
-    "float32",
-    "float64",
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-}
+
+@dataclass(frozen=True)
+class Stored:
+    """What a Parquet column holds of some rows: numbers, and how many each row has if they are lists.
+
+    ``content`` is what is digested in place of the values, if those depend on how the rows were cut into parts.
+    """
+
+    values: np.ndarray
+    lengths: np.ndarray | None = None
+    content: Any = None
+
+    def to_arrow(self, item: pa.DataType) -> pa.Array:
+        """As an Arrow array that shares the values; ``pa.array`` would import pandas."""
+        values = np.packbits(self.values, bitorder="little") if pa.types.is_boolean(item) else self.values
+        numbers = pa.Array.from_buffers(item, len(self.values), [None, pa.py_buffer(np.ascontiguousarray(values))])
+        if self.lengths is None:
+            return numbers
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        if offsets[-1] >= 2**31:
+            raise UnsupportedBatchError(
+                f"A row has {offsets[-1]} values; Parquet lists of more than 2^31 are not written."
+            )
+        buffers = [None, pa.py_buffer(offsets.astype(np.int32))]
+        return pa.Array.from_buffers(list_type(item), len(self.lengths), buffers, children=[numbers])
+
+
+def list_type(item: pa.DataType) -> pa.DataType:
+    """Lists in which nothing can be null: readers need no validity levels for them."""
+    return pa.list_(pa.field("element", item, nullable=False))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a form may need to be read: its columns, the spans, and the columns that were read before it."""
+    """What an encoding may need to be read: the part, its spans, and the columns that were read before it.
 
-    rows: int
-    columns: ColumnReader
+    ``done`` gives the bits of another tensor of the batch in this part; with an empty name, those of the same key in
+    the output, when this is the input.
+    """
+
+    part: PartFile
     spans: Spans | None
     done: Callable[[str], Any]
 
 
 @dataclass(frozen=True)
-class Form:
+class Encoding:
     """Base: ``element`` is the type of the elements, ``shape`` the dense shape of one row."""
 
     element: Element
@@ -60,57 +78,72 @@ class Form:
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()
 
+    @property
     def row_bytes(self) -> int:
-        """Memory that one decoded row takes; jagged forms add what their lists hold."""
+        """Memory that one decoded row takes; 0 if only the lists in the file tell."""
         return math.prod(self.shape) * self.element.bits.itemsize
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What must be the same in all parts of an entry."""
+        return "dense", self.element.holder, self.element.name, self.shape
 
     def fields(self, column: str) -> list[pa.Field]:
         return []
 
-    def write(self, bits: Any, rows: slice, spans: Spans | None) -> list[pa.Array]:
+    def store(self, bits: Any, rows: slice, spans: Spans | None) -> list[Stored]:
+        """What goes into the columns of ``fields`` for these rows."""
         return []
 
     def check(self, spans: Spans | None) -> None:
         """Raise ValueError if this description cannot be meant."""
 
-    def read(self, column: str, reading: Reading) -> Any:
+
+@dataclass(frozen=True)
+class DenseEncoding(Encoding):
+    """Base of the encodings of tensors and arrays whose rows have one shape."""
+
+    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
+        """Make the bits of all rows of a part in ``out``, which is zero."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Dense(Form):
-    """Every element: one number a row, or one list a row with the trailing dimensions laid out flat."""
+class Dense(DenseEncoding):
+    """Every element: one number per row, or one list per row with the trailing dimensions laid out flat."""
 
     name: ClassVar[str] = "dense"
 
     def fields(self, column: str) -> list[pa.Field]:
-        if not self.shape and self.element.parts == 1:
-            return [pa.field(column, self.element.arrow, nullable=False)]
-        return [list_field(column, self.element.arrow)]
+        kind = self.element.arrow if self._is_scalar else list_type(self.element.arrow)
+        return [pa.field(column, kind, nullable=False)]
 
-    def write(self, bits: np.ndarray, rows: slice, spans: Spans | None) -> list[pa.Array]:
+    def store(self, bits: np.ndarray, rows: slice, spans: Spans | None) -> list[Stored]:
         part = bits[rows]
         values = to_stored(self.element, part.reshape(-1))
-        if not self.shape and self.element.parts == 1:
-            return [pa.array(values, self.element.arrow)]
-        lengths = np.full(len(part), math.prod(self.shape) * self.element.parts)
-        return [list_array(values, lengths, self.element.arrow)]
+        return [Stored(values) if self._is_scalar else Stored(values, np.full(len(part), self._row_values))]
 
-    def read(self, column: str, reading: Reading) -> torch.Tensor | np.ndarray:
-        out = np.empty((reading.rows, *self.shape), self.element.bits)
-        if not self.shape and self.element.parts == 1:
-            for rows, values in reading.columns.numbers(column, self.element.arrow):
+    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
+        if self._is_scalar:
+            for rows, values in reading.part.numbers(column, self.element.arrow):
                 out[rows] = from_stored(self.element, values)
-        else:
-            lengths = np.full(reading.rows, math.prod(self.shape) * self.element.parts)
-            for rows, values in reading.columns.lists(column, self.element.arrow, lengths):
-                out[rows] = from_stored(self.element, values).reshape(rows.stop - rows.start, *self.shape)
-        return finish(self.element, out)
+            return
+        for rows, lengths, values in reading.part.lists(column, self.element.arrow):
+            _compare(lengths, np.full(len(lengths), self._row_values), column)
+            out[rows] = from_stored(self.element, values).reshape(len(lengths), *self.shape)
+
+    @property
+    def _is_scalar(self) -> bool:
+        return not self.shape and self.element.components == 1
+
+    @property
+    def _row_values(self) -> int:
+        return math.prod(self.shape) * self.element.components
 
 
 @dataclass(frozen=True)
-class Ragged(Form):
-    """A padded tensor without its padding: one list a row with the elements that lie in a window.
+class Ragged(DenseEncoding):
+    """A padded tensor without its padding: one list per row with the elements that lie in a window.
 
     ``axis`` is the padded dimension of a row: the first, or the last (position ids of vision models, [3, L]).
     ``pad`` is what stands outside the window, as an integer with the same bits.
@@ -124,38 +157,30 @@ class Ragged(Form):
     def check(self, spans: Spans | None) -> None:
         if spans is None or self.window not in WINDOWS or self.axis not in (0, len(self.shape) - 1):
             raise ValueError("a column without padding needs a window and an axis")
-        if not self.shape or self.shape[self.axis] != spans.width(self.window) or self.element.parts != 1:
+        if not self.shape or self.shape[self.axis] != spans.width(self.window) or self.element.components != 1:
             raise ValueError(f"a row of shape {self.shape} does not fit the window {self.window!r}")
         kind = as_integers(np.empty(0, self.element.bits)).dtype
         limits = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
         if not limits[0] <= self.pad <= limits[1]:
-            raise ValueError(f"{self.pad} is no padding of type {kind}")
+            raise ValueError(f"{self.pad} cannot be the padding of type {kind}")
 
     def fields(self, column: str) -> list[pa.Field]:
-        return [list_field(column, self.element.arrow)]
+        return [pa.field(column, list_type(self.element.arrow), nullable=False)]
 
-    def write(self, bits: np.ndarray, rows: slice, spans: Spans | None) -> list[pa.Array]:
+    def store(self, bits: np.ndarray, rows: slice, spans: Spans | None) -> list[Stored]:
         assert spans is not None
         cells, mask = self._aligned(bits[rows], spans, rows)
         values = cells[mask].view(bits.dtype)
-        lengths = spans.lengths(self.window)[rows] * self._per_token()
-        return [list_array(to_stored(self.element, values), lengths, self.element.arrow)]
+        return [Stored(to_stored(self.element, values), spans.lengths(self.window)[rows] * self._per_token())]
 
-    def read(self, column: str, reading: Reading) -> torch.Tensor | np.ndarray:
-        spans = reading.spans
-        assert spans is not None
-        shape = (reading.rows, *self.shape)
-        out = np.zeros(shape, self.element.bits)
+    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
+        assert reading.spans is not None
+        expected = reading.spans.lengths(self.window) * self._per_token()
         if self.pad:
             as_integers(out)[...] = self.pad
-        lengths = spans.lengths(self.window) * self._per_token()
-        for rows, values in reading.columns.lists(column, self.element.arrow, lengths):
-            cells, mask = self._aligned(out[rows], spans, rows)
-            if cells.dtype == out.dtype == np.int64:
-                cells[mask] = values  # widens on the way, without a copy of its own
-            else:
-                cells[mask] = from_stored(self.element, values).view(cells.dtype)
-        return finish(self.element, out)
+        for rows, lengths, values in reading.part.lists(column, self.element.arrow):
+            _compare(lengths, expected[rows], column)
+            self._scatter(out[rows], values, reading.spans, rows)
 
     def outside_is(self, bits: np.ndarray, spans: Spans) -> bool:
         """Whether nothing but ``pad`` stands outside the window."""
@@ -171,11 +196,18 @@ class Ragged(Form):
                 return False
         return True
 
+    def _scatter(self, out: np.ndarray, values: np.ndarray, spans: Spans, rows: slice) -> None:
+        cells, mask = self._aligned(out, spans, rows)
+        if cells.dtype == out.dtype == np.int64:
+            cells[mask] = values  # widens on the way, without a copy of its own
+        else:
+            cells[mask] = from_stored(self.element, values).view(cells.dtype)
+
     def _per_token(self) -> int:
         return math.prod(self.shape) // max(self.shape[self.axis], 1)
 
     def _aligned(self, part: np.ndarray, spans: Spans, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-        """A part of the tensor as a matrix of cells, and the mask that selects cells with tokens.
+        """Some rows of the tensor as a matrix of cells, and the mask that selects cells with tokens.
 
         With a single boolean mask of the same shape numpy copies whole runs, which is as fast as it gets; so the
         elements of one token become one opaque cell, or the dimensions before the padded one become rows.
@@ -186,15 +218,15 @@ class Ragged(Form):
         if self.axis == 0:
             if per_token == 1:
                 return part.reshape(len(part), width), mask
-            if per_token == 0 or width == 0:
-                return part.reshape(len(part), -1), np.zeros((len(part), 0), bool)
-            cell = np.dtype((np.void, per_token * part.itemsize))
-            return part.reshape(len(part), -1).view(cell), mask
+            flat = part.reshape(len(part), width * per_token)
+            if flat.size == 0:
+                return flat, np.zeros(flat.shape, bool)
+            return flat.view(np.dtype((np.void, per_token * part.itemsize))), mask
         return part.reshape(-1, width), np.repeat(mask, per_token, axis=0)
 
 
 @dataclass(frozen=True)
-class Mask(Form):
+class Mask(DenseEncoding):
     """1 on tokens and 0 on padding: the attention mask, and the response mask of single-turn rollouts."""
 
     window: str
@@ -204,12 +236,14 @@ class Mask(Form):
         if spans is None or self.window not in WINDOWS or self.shape != (spans.width(self.window),):
             raise ValueError(f"a mask of shape {self.shape} does not fit the window {self.window!r}")
 
-    def read(self, column: str, reading: Reading) -> torch.Tensor | np.ndarray:
-        return _made_by(mask_rows, self.window, self, reading)
+    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
+        assert reading.spans is not None
+        for chunk in row_chunks(len(out), self.row_bytes):
+            out[chunk] = mask_rows(self.window, reading.spans, chunk, out.dtype)
 
 
 @dataclass(frozen=True)
-class Positions(Form):
+class Positions(DenseEncoding):
     """Position ids that count the tokens of the row."""
 
     rule: str
@@ -219,241 +253,57 @@ class Positions(Form):
         if spans is None or self.rule not in ("counted", "continued") or self.shape != (spans.width("full"),):
             raise ValueError(f"position ids of shape {self.shape} do not fit rule {self.rule!r}")
 
-    def read(self, column: str, reading: Reading) -> torch.Tensor | np.ndarray:
-        return _made_by(position_rows, self.rule, self, reading)
+    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
+        assert reading.spans is not None
+        for chunk in row_chunks(len(out), self.row_bytes):
+            out[chunk] = position_rows(self.rule, reading.spans, chunk, out.dtype)
 
 
 @dataclass(frozen=True)
-class Concat(Form):
+class Concat(DenseEncoding):
     """Prompts and responses side by side: the input ids."""
 
     name: ClassVar[str] = "concat"
     needs: ClassVar[tuple[str, ...]] = ("prompts", "responses")
 
-    def read(self, column: str, reading: Reading) -> torch.Tensor | np.ndarray:
-        parts = [_need(reading, name, 2) for name in self.needs]
-        if (parts[0].shape[1] + parts[1].shape[1],) != self.shape or any(p.dtype != self.element.bits for p in parts):
+    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
+        pieces = [reading.done(name) for name in self.needs]
+        if not all(isinstance(piece, np.ndarray) and piece.ndim == 2 and piece.dtype == out.dtype for piece in pieces):
+            raise CorruptEntryError("The file derives input ids from prompts or responses of another type.")
+        width = pieces[0].shape[1]
+        if (width + pieces[1].shape[1],) != self.shape:
             raise CorruptEntryError("The stored prompts and responses do not make the input ids that the file claims.")
-        out = np.empty((reading.rows, *self.shape), self.element.bits)
-        out[:, : parts[0].shape[1]] = parts[0]
-        out[:, parts[0].shape[1] :] = parts[1]
-        return finish(self.element, out)
+        out[:, :width] = pieces[0]
+        out[:, width:] = pieces[1]
 
 
 @dataclass(frozen=True)
-class Jagged(Form):
-    """A jagged NestedTensor: one list a row. ``shape`` is the shape of its values without the ragged dimension.
-
-    ``ragged_idx`` is the ragged dimension as torch counts it; ``laid_out`` the one that it was built with: verl builds
-    position ids of vision models with another one and changes it afterwards. Columns with one ``group`` share their
-    offsets object, as the originals did: torch computes only between NestedTensors that do. ``bounds``: the shortest
-    and longest length were known.
-    """
-
-    ragged_idx: int
-    laid_out: int
-    group: int
-    bounds: bool
-    name: ClassVar[str] = "jagged"
-
-    def row_bytes(self) -> int:
-        return 0
-
-    def check(self, spans: Spans | None) -> None:
-        dims = len(self.shape) + 1
-        if not (1 <= self.ragged_idx <= dims and 1 <= self.laid_out <= dims) or self.element.holder != "torch":
-            raise ValueError(f"a nested tensor of {dims} dimensions cannot be ragged in dimension {self.ragged_idx}")
-
-    def fields(self, column: str) -> list[pa.Field]:
-        return [list_field(column, self.element.arrow)]
-
-    def write(self, bits: tuple[np.ndarray, np.ndarray], rows: slice, spans: Spans | None) -> list[pa.Array]:
-        values, offsets = bits
-        part = values[offsets[rows.start] : offsets[rows.stop]].reshape(-1)
-        lengths = np.diff(offsets[rows.start : rows.stop + 1]) * math.prod(self.shape) * self.element.parts
-        return [list_array(to_stored(self.element, part), lengths, self.element.arrow)]
-
-    def read(self, column: str, reading: Reading) -> torch.Tensor:
-        per_token = math.prod(self.shape) * self.element.parts
-        lengths, values = reading.columns.all_lists(column, self.element.arrow)
-        if (per_token == 0 and lengths.any()) or (per_token and (lengths % per_token).any()):
-            raise CorruptEntryError(f"A list of column {column!r} does not hold whole tokens of shape {self.shape}.")
-        bits = from_stored(self.element, values).reshape(-1, *self.shape)
-        return make_nested(self, bits, lengths // max(per_token, 1), reading)
-
-
-@dataclass(frozen=True)
-class JaggedPositions(Jagged):
-    """Position ids 0, 1, 2 … of each row of a jagged tensor, as long as the input ids."""
-
-    name: ClassVar[str] = "jagged_positions"
-    needs: ClassVar[tuple[str, ...]] = ("prompts", "responses")
-
-    def fields(self, column: str) -> list[pa.Field]:
-        return []
-
-    def write(self, bits: Any, rows: slice, spans: Spans | None) -> list[pa.Array]:
-        return []
-
-    def read(self, column: str, reading: Reading) -> torch.Tensor:
-        lengths = sum(np.diff(_need_nested(reading, name)[1]) for name in self.needs)
-        return make_nested(self, count_up(lengths, self.element.bits), lengths, reading)
-
-
-@dataclass(frozen=True)
-class JaggedConcat(JaggedPositions):
-    """Prompts and responses of jagged tensors, row by row: the input ids."""
-
-    name: ClassVar[str] = "jagged_concat"
-
-    def read(self, column: str, reading: Reading) -> torch.Tensor:
-        prompts, responses = (_need_nested(reading, name) for name in self.needs)
-        bits, lengths = interleave(prompts, responses)
-        return make_nested(self, bits, lengths, reading)
-
-
-@dataclass(frozen=True)
-class Rows(Form):
-    """A strided NestedTensor: rows of different shapes. A second column holds the shapes."""
-
-    name: ClassVar[str] = "rows"
-
-    def row_bytes(self) -> int:
-        return 0
-
-    def fields(self, column: str) -> list[pa.Field]:
-        return [list_field(column, self.element.arrow), list_field(_shape_column(column), pa.int64())]
-
-    def write(self, bits: list[np.ndarray], rows: slice, spans: Spans | None) -> list[pa.Array]:
-        part = bits[rows]
-        flat = [to_stored(self.element, row.reshape(-1)) for row in part]
-        values = np.concatenate(flat) if flat else np.empty(0, self.element.stored)
-        shapes = np.array([size for row in part for size in row.shape], np.int64)
-        return [
-            list_array(values, np.array([len(row) for row in flat], np.int64), self.element.arrow),
-            list_array(shapes, np.array([row.ndim for row in part], np.int64), pa.int64()),
-        ]
-
-    def read(self, column: str, reading: Reading) -> torch.Tensor:
-        lengths, values = reading.columns.all_lists(column, self.element.arrow)
-        ndims, shapes = reading.columns.all_lists(_shape_column(column), pa.int64())
-        if reading.rows == 0:
-            return torch.nested.nested_tensor([], dtype=TORCH_DTYPES[self.element.name].torch)
-        bits = from_stored(self.element, values)
-        ends = np.cumsum(lengths) // self.element.parts
-        rows: list[Any] = []
-        for end, length, shape in zip(
-            ends, lengths // self.element.parts, np.split(shapes, np.cumsum(ndims)[:-1]), strict=True
-        ):
-            if math.prod(int(size) for size in shape) != length or (shape < 0).any():
-                raise CorruptEntryError(
-                    f"A row of column {column!r} holds {length} values, not the shape {shape.tolist()}."
-                )
-            rows.append(finish(self.element, bits[end - length : end].reshape(shape)))
-        return torch.nested.as_nested_tensor(rows, layout=torch.strided)
-
-
-@dataclass(frozen=True)
-class Same(Form):
+class Same(DenseEncoding):
     """The very same values as another column, stored once: as the key ``of`` of the same batch or, if that is empty,
     as the same key of the rollout's output (an input that the rollout handed through)."""
 
     of: str
     name: ClassVar[str] = "same"
 
-    def row_bytes(self) -> int:
-        return 0
+    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
+        other = reading.done(self.of)
+        if not isinstance(other, np.ndarray) or (other.dtype, other.shape) != (out.dtype, out.shape):
+            raise CorruptEntryError(f"The file says that {column!r} is the same as a column of another type.")
+        out[...] = other
 
 
-FORMS: dict[str, type[Form]] = {
-    form.name: form
-    for form in (Dense, Ragged, Mask, Positions, Concat, Jagged, JaggedPositions, JaggedConcat, Rows, Same)
-}
+def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
+    """An encoding as the file keeps it."""
+    return {"form": encoding.name, **asdict(encoding)}
 
 
-def form_to_json(form: Form) -> dict[str, Any]:
-    """A form as the file keeps it."""
-    return {"form": form.name, **asdict(form)}
-
-
-def form_from_json(data: Any, spans: Spans | None) -> Form:
-    """The inverse of ``form_to_json``, for data that cannot be trusted."""
-    kind = FORMS[data["form"]]
-    element = Element(**{key: str(value) for key, value in data["element"].items()})
-    known = element.name in TORCH_DTYPES if element.holder == "torch" else NUMPY_NUMBERS.fullmatch(element.name)
-    if not known or element.holder not in ("torch", "numpy") or element.stored not in _STORED:
-        raise ValueError(f"{element} is no element type")
-    arguments: dict[str, Any] = {"element": element, "shape": tuple(natural(size) for size in data["shape"])}
-    for field in fields(kind)[2:]:
-        expected = {"int": int, "str": str, "bool": bool}[str(field.type)]
-        if type(data[field.name]) is not expected:
-            raise ValueError(f"{field.name} is {data[field.name]!r}, not of type {field.type}")
-        arguments[field.name] = data[field.name]
-    form = kind(**arguments)
-    form.check(spans)
-    return form
-
-
-def count_up(lengths: Any, dtype: np.dtype) -> np.ndarray:
-    """0, 1, 2 … for each length in turn."""
-    starts = np.cumsum(lengths) - lengths
-    return (np.arange(np.sum(lengths)) - np.repeat(starts, lengths)).astype(dtype, copy=False)
-
-
-def interleave(
-    left: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of two jagged tensors (values, offsets) joined one by one: the values and the lengths."""
-    lengths = np.stack([np.diff(left[1]), np.diff(right[1])], axis=1)
-    from_left = np.repeat(np.tile([True, False], len(lengths)), lengths.reshape(-1))
-    values = np.empty(len(from_left), left[0].dtype)
-    values[from_left] = left[0]
-    values[~from_left] = right[0]
-    return values, lengths.sum(axis=1)
-
-
-def make_nested(form: Jagged, bits: np.ndarray, lengths: Any, reading: Reading) -> torch.Tensor:
-    """A NestedTensor built the way the recorded one was."""
-    values = tensor_from_bits(np.ascontiguousarray(bits), TORCH_DTYPES[form.element.name].torch)
-    values = values.movedim(0, form.ragged_idx - 1).contiguous()
-    offsets = reading.columns.shared_offsets(form.group, np.asarray(lengths))
-    known: dict[str, Any] = {}
-    if form.bounds and len(lengths):
-        known = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
-    nested: Any = torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=form.laid_out, **known)
-    if form.ragged_idx != form.laid_out:
-        nested._ragged_idx = form.ragged_idx
-    return nested
-
-
-def _made_by(make: Callable[..., np.ndarray], rule: str, form: Form, reading: Reading) -> torch.Tensor | np.ndarray:
-    assert reading.spans is not None
-    out = np.empty((reading.rows, *form.shape), form.element.bits)
-    for chunk in row_chunks(reading.rows, form.row_bytes()):
-        out[chunk] = make(rule, reading.spans, chunk, out.dtype)
-    return finish(form.element, out)
-
-
-def _need(reading: Reading, name: str, dims: int) -> np.ndarray:
-    value = reading.done(name)
-    if not isinstance(value, torch.Tensor) or value.is_nested or value.dim() != dims:
-        raise CorruptEntryError(f"The file derives a column from {name!r}, which is no tensor of {dims} dimensions.")
-    return value.numpy()
-
-
-def _need_nested(reading: Reading, name: str) -> tuple[np.ndarray, np.ndarray]:
-    nested: Any = reading.done(name)
-    if getattr(nested, "layout", None) is not torch.jagged or nested.values().dim() != 1:
-        raise CorruptEntryError(f"The file derives a column from {name!r}, which is no jagged tensor.")
-    return nested.values().numpy(), nested.offsets().numpy()
-
-
-def _shape_column(column: str) -> str:
-    return f"skip__shape__{column}"
+def _compare(lengths: np.ndarray, expected: np.ndarray, column: str) -> None:
+    if not np.array_equal(lengths, expected):
+        raise CorruptEntryError(f"Column {column!r} holds lists of other lengths than the file says.")
 
 
 def natural(value: Any) -> int:
     """A size from data that cannot be trusted."""
     if type(value) is not int or not 0 <= value < 2**40:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value

@@ -15,6 +15,10 @@ from verl_rollout_skip.errors import CorruptEntryError
 
 _MAGIC = b"PAR1"
 _DICTIONARY_PAGE = 2
+# In a data page, a dictionary page, and a data page of version 2.
+_ENCODING_FIELDS = {5: 2, 7: 2, 8: 4}
+# Plain, and numbers into a dictionary. Others can make long texts out of a few bytes.
+_TEXT_ENCODINGS = (0, 2, 8)
 _PHYSICAL = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
 _MAX_DEPTH = 16
 
@@ -29,6 +33,7 @@ class ColumnChunk:
     uncompressed: int
     compressed: int
     start: int
+    has_dictionary: bool
 
 
 def read_columns(data: memoryview) -> list[ColumnChunk]:
@@ -59,6 +64,7 @@ def _column_chunk(meta: dict[int, Any]) -> ColumnChunk:
         uncompressed=_integer(meta.get(6)),
         compressed=_integer(meta.get(7)),
         start=min((offset for offset in offsets if offset), default=0),
+        has_dictionary=bool(offsets[1]),
     )
 
 
@@ -70,10 +76,13 @@ def _check_pages(data: memoryview, chunk: ColumnChunk) -> None:
     while position < end:
         thrift = _Thrift(data, position, end)
         header = thrift.struct()
-        page = [header[field] for field in (5, 7, 8) if field in header]
-        sizes = [_integer(header.get(field)) for field in (2, 3)] + [_integer(_struct(kind).get(1)) for kind in page]
+        page = [(_struct(header[field]), encoding) for field, encoding in _ENCODING_FIELDS.items() if field in header]
+        sizes = [_integer(header.get(field)) for field in (2, 3)] + [_integer(kind.get(1)) for kind, _ in page]
         if len(page) != 1 or min(sizes) < 0:
-            raise CorruptEntryError(f"A page of column {chunk.path!r} has a size that no page has.")
+            raise CorruptEntryError(f"A page of column {chunk.path!r} has an invalid size.")
+        encoding = page[0][0].get(page[0][1])
+        if chunk.physical == "BYTE_ARRAY" and encoding not in _TEXT_ENCODINGS:
+            raise CorruptEntryError(f"Column {chunk.path!r} has the Parquet encoding {encoding}, which is not allowed.")
         values += 0 if header.get(1) == _DICTIONARY_PAGE else sizes[2]
         uncompressed += sizes[0] + thrift.position - position
         position = thrift.position + sizes[1]

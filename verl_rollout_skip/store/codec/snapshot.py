@@ -26,8 +26,9 @@ import numpy as np
 import torch
 import xxhash
 
-from verl_rollout_skip.store.codec.cells import blob_size
-from verl_rollout_skip.store.codec.dtypes import TORCH_DTYPES, tensor_bits, tensor_from_bits
+from verl_rollout_skip.store.codec.blobs import blob_size
+from verl_rollout_skip.store.codec.dtypes import TORCH_BITS
+from verl_rollout_skip.store.codec.tensors import dtype_name, tensor_bits, tensor_from_bits
 
 _SMALL_TENSOR = 1 << 20
 # There may be thousands of cells.
@@ -51,7 +52,7 @@ class NonZero:
     """A copy of a dense tensor that is mostly zero: the blocks of its bytes that are not, and the odd end."""
 
     shape: torch.Size
-    dtype: torch.dtype
+    dtype: str
     places: np.ndarray
     blocks: np.ndarray
     end: np.ndarray
@@ -63,12 +64,11 @@ class NonZero:
         # As words, because numpy reduces those fastest; all bits count, so -0.0 is not zero.
         words = raw[:whole].view(np.int64).reshape(-1, _BLOCK // 8)
         places = np.flatnonzero(np.bitwise_or.reduce(words, axis=1))
-        return cls(tensor.shape, tensor.dtype, places, words[places], raw[whole:].copy())
+        return cls(tensor.shape, dtype_name(tensor), places, words[places], raw[whole:].copy())
 
     def restore(self) -> torch.Tensor:
         """The tensor in memory of its own."""
-        bits = TORCH_DTYPES[str(self.dtype).removeprefix("torch.")].bits
-        array = np.zeros(self.shape, bits)
+        array = np.zeros(self.shape, TORCH_BITS[self.dtype])
         raw = array.reshape(-1).view(np.uint8)
         whole = len(raw) - len(self.end)
         raw[:whole].view(np.int64).reshape(-1, _BLOCK // 8)[self.places] = self.blocks
@@ -96,6 +96,7 @@ class Snapshot:
         self._copy_all = copy is Copy.ALL
         self._whose = whose
         self._shared: list[_Shared] = []
+        self._taken: dict[int, tuple[Any, Any]] = {}
 
     def tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor | NonZero:
         """A tensor of the batch, or a copy of it."""
@@ -113,16 +114,22 @@ class Snapshot:
 
     def cells(self, name: str, rows: list[list[Any]]) -> None:
         """Copy or share the bulk data of the cells of a column, in place of what is there."""
-        for row, blobs in enumerate(rows):
-            for index, blob in enumerate(blobs):
-                if isinstance(blob, np.ndarray | torch.Tensor):
-                    blobs[index] = self._blob(f"{name}[{row}]", blob)
+        lists = {id(blobs): (row, blobs) for row, blobs in enumerate(rows)}  # rows with one object share one list
+        for row, blobs in lists.values():
+            blobs[:] = [self._blob(f"{name}[{row}]", blob) for blob in blobs]
 
     def changed(self) -> Iterator[str]:
         """What was shared and is no longer what it was."""
         return (f"{self._whose}{shared.name}" for shared in self._shared if shared.is_changed())
 
     def _blob(self, name: str, blob: Any) -> Any:
+        if not isinstance(blob, np.ndarray | torch.Tensor):
+            return blob
+        if id(blob) not in self._taken:
+            self._taken[id(blob)] = blob, self._take_blob(name, blob)
+        return self._taken[id(blob)][1]
+
+    def _take_blob(self, name: str, blob: Any) -> Any:
         copied = self._copy_all or blob.nbytes <= _SMALL_CELL
         if isinstance(blob, np.ndarray):
             return blob.copy() if copied or not blob.flags.c_contiguous else self._share(name, blob)
@@ -137,7 +144,7 @@ def held_bytes(values: Iterable[Any]) -> int:
     """The memory of tensors, arrays, bytes and images; storages that several tensors share count once."""
     storages: dict[int, int] = {}
     others = 0
-    for value in values:
+    for value in {id(value): value for value in values}.values():
         if isinstance(value, torch.Tensor):
             storage = (value.values() if value.layout is torch.jagged else value).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()

@@ -18,6 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl_rollout_skip.errors import InertError
 from verl_rollout_skip.prompts import UID
 from verl_rollout_skip.store.codec import cells
+from verl_rollout_skip.store.codec.blobs import blob_view
 
 # It says when a prompt was sent off, not what it is.
 _NOT_OF_THE_PROMPT = "global_steps"
@@ -40,7 +41,7 @@ class Prompt:
             blobs: list[Any] = []
             digest.update(f"{name}={cells.encode(self.row[name], blobs, name)};".encode("utf-8", "surrogatepass"))
             for blob in blobs:
-                digest.update(cells.blob_bytes(blob))
+                digest.update(blob_view(blob))
         return digest.hexdigest()
 
 

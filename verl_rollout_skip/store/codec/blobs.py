@@ -1,0 +1,133 @@
+"""Bulk data of cells (arrays, tensors, images, bytes): one pool per part, in which each content is stored once.
+
+Torch is not imported here: where nobody imported it, nothing is a tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from verl_rollout_skip.errors import EntryTooLargeError
+from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store.codec import images
+from verl_rollout_skip.store.threads import map_in_threads
+
+Blob = Any
+"""Bulk data by reference: bytes, a numpy array, a tensor or an image; ``blob_view`` gives its bytes."""
+LARGE = 64 << 10
+"""Blobs of so many bytes come back as one object for all cells that hold them; smaller ones are copied."""
+
+
+def is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def blob_view(blob: Blob) -> Any:
+    """The bytes of a blob, without a copy where that is possible."""
+    if isinstance(blob, bytes):
+        return blob
+    if is_tensor(blob):
+        from verl_rollout_skip.store.codec.tensors import tensor_bits
+
+        blob = tensor_bits(blob)
+    if not isinstance(blob, np.ndarray):
+        return blob.tobytes()
+    return np.ascontiguousarray(blob).reshape(-1).view(np.uint8) if blob.nbytes else b""
+
+
+def blob_size(blob: Blob) -> int:
+    """How many bytes ``blob_view`` gives, without making them."""
+    if isinstance(blob, bytes):
+        return len(blob)
+    if isinstance(blob, np.ndarray) or is_tensor(blob):
+        return int(blob.nbytes)
+    return images.image_bytes(blob)
+
+
+class BlobPool:
+    """The blobs of all cells of a rollout step, numbered; equal ones have one number."""
+
+    def __init__(self, blobs: Iterable[Blob]) -> None:
+        self.blobs: list[Blob] = []
+        self.sizes: list[int] = []
+        self.digests: list[bytes] = []
+        # By identity first: the samples of a prompt usually hold the very same objects.
+        self._distinct = {id(blob): blob for blob in blobs}
+        self._numbers: dict[int, int] = {}
+        equal: dict[bytes, list[int]] = {}
+        large = [blob for blob in self._distinct.values() if blob_size(blob) >= LARGE]
+        digests = dict(zip(map(id, large), map_in_threads(_digest, large), strict=True))
+        for blob in self._distinct.values():
+            digest = digests.get(id(blob)) or _digest(blob)
+            candidates = equal.setdefault(digest, [])
+            number = next((number for number in candidates if _same_bytes(self.blobs[number], blob)), len(self.blobs))
+            if number == len(self.blobs):
+                candidates.append(number)
+                self.blobs.append(blob)
+                self.sizes.append(blob_size(blob))
+                self.digests.append(digest)
+            self._numbers[id(blob)] = number
+
+    def numbers(self, blobs: Sequence[Blob]) -> list[int]:
+        return [self._numbers[id(blob)] for blob in blobs]
+
+
+class StoredBlobs:
+    """The blobs of a part that is read. ``limit`` bounds the memory of what is made of them."""
+
+    def __init__(self, views: Sequence[Any], limit: int) -> None:
+        self._views = views
+        self._limit = limit
+        self._made_bytes = 0
+        self._shared: dict[Hashable, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def make(self, number: int, kind: Hashable, make: Callable[[Any], Any]) -> Any:
+        """What ``make`` makes of a blob: an object of its own, or one for all who ask for a large one of this kind."""
+        data = self._views[number]
+        if len(data) >= LARGE and (number, kind) in self._shared:
+            return self._shared[number, kind]
+        self._made_bytes += len(data)
+        if self._made_bytes > self._limit:
+            raise EntryTooLargeError(
+                f"The bulk data in its cells would take more than {format_size(self._limit)} of memory. Load it on a "
+                "larger machine or raise max_load_bytes."
+            )
+        made = make(data)
+        if len(data) >= LARGE:
+            self._shared[number, kind] = made
+        return made
+
+
+class CellBlobs:
+    """The blobs of one cell, as its JSON text counts them."""
+
+    def __init__(self, stored: StoredBlobs, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        self._stored = stored
+
+    @classmethod
+    def of(cls, blobs: Sequence[bytes]) -> CellBlobs:
+        """Blobs that belong to one cell alone."""
+        return cls(StoredBlobs(blobs, 1 << 62), range(len(blobs)))
+
+    def make(self, index: int, kind: Hashable, make: Callable[[Any], Any]) -> Any:
+        """As ``StoredBlobs.make``."""
+        return self._stored.make(self.numbers[index], kind, make)
+
+
+def _digest(blob: Blob) -> bytes:
+    return xxhash.xxh3_128(blob_view(blob)).digest()
+
+
+def _same_bytes(left: Blob, right: Blob) -> bool:
+    ours, theirs = (np.frombuffer(blob_view(blob), np.uint8) for blob in (left, right))
+    return np.array_equal(ours, theirs)
