@@ -1,7 +1,7 @@
 """A reader of dumps that was written after docs/format.md and shares nothing with the package.
 
-It knows what the tests record: the forms of numbers that verl's rollouts have, and cells of plain JSON. Everything
-is read into lists.
+It knows what the tests record: the forms of numbers that verl's rollouts have, and cells of JSON, tensors and images.
+Everything is read into lists.
 """
 
 from __future__ import annotations
@@ -80,46 +80,60 @@ class Entry:
         if not fitting:
             raise DamagedError(f"{folder / name}.parquet: no record has its digest")
         self.record = fitting[0]
-        self.table = pq.read_table(pa.BufferReader(data))
-        self.row_groups = pq.ParquetFile(pa.BufferReader(data)).num_row_groups
-        self.description = json.loads(self.table.schema.metadata[b"rollout_skip"])
-        self.output = self._part("output", "skip__prompt_length", "skip__response_length")
-        self.input = self._part("input", "skip__input_length", "skip__input_response_length")
+        self.rollout = Rollout([data])
+        self.description = self.rollout.description
+        self.output, self.input = self.rollout.output, self.rollout.input
+
+
+class Rollout:
+    """The parts of an entry, joined row by row."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self.parts = [Part(data) for data in parts]
+        self.description = self.parts[0].description
+        self.output = self._joined([part.output for part in self.parts])
+        self.input = self._joined([part.input for part in self.parts])
+
+    @staticmethod
+    def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+        return {key: [row for part in parts for row in part[key]] for key in parts[0]}
 
     def column(self, name: str) -> list[Any]:
-        values: list[Any] = self.table[name].to_pylist()
-        return values
+        return [value for part in self.parts for value in part.column(name)]
 
-    def meta(self, part: str) -> dict[str, Any]:
-        return {str(key): value for key, value in json.loads(self.description[part]["meta"]["json"])}
+    def meta(self, batch: str) -> dict[str, Any]:
+        return {str(key): value for key, value in json.loads(self.description[batch]["meta"]["json"])}
 
     def content(self) -> str:
-        """The digest of the recorded values, for a file of one row group."""
-        assert self.row_groups == 1
+        """The digest of the recorded values."""
         digest = xxhash.xxh3_128()
-        by_name = {}
-        for part in ("output", "input"):
-            described = self.description[part]
+        columns = set()
+        for batch in ("output", "input"):
+            described = self.description[batch]
             if described is None:
                 continue
             lasting = [pair for pair in json.loads(described["meta"]["json"]) if pair[0] != "timing"]
             text = json.dumps(lasting, ensure_ascii=False, separators=(",", ":"))
             described = {**described, "meta": {**described["meta"], "json": text}}
+            for item in (*described["numbers"], *described["objects"]):
+                if item["path"][-1] != "uid":
+                    columns |= {item["column"], f"skip__shape__{item['column']}", item.get("object"), item.get("blobs")}
             for listed in ("order", "arrays", "numbers", "objects"):
                 described[listed] = sorted(json.dumps(item, sort_keys=True) for item in described[listed])
             digest.update(json.dumps(described, sort_keys=True).encode())
-            for item in (*self.description[part]["numbers"], *self.description[part]["objects"]):
-                columns = [name for name in (item["column"], item.get("alias")) if name in self.table.column_names]
-                if columns and columns[0] not in by_name:
-                    by_name[columns[0]] = self._buffers([] if item["path"][-1] == "uid" else columns)
-        for name in sorted(by_name):
-            digest.update(by_name[name])
+        for name in sorted(columns & set(self.parts[0].table.column_names)):
+            values, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
+            for part in self.parts:
+                for value, length in part.digested(name):
+                    values.update(value)
+                    lengths.update(b"" if length is None else array("q", [length]).tobytes())
+            digest.update(values.digest() + lengths.digest())
         return digest.hexdigest()
 
     def prompt_digests(self) -> list[str]:
         """One digest for each row of an input without tensors."""
         objects = sorted(self.description["input"]["objects"], key=lambda item: item["path"])
-        digests = [xxhash.xxh3_128() for _ in range(self.description["rows"])]
+        digests = [xxhash.xxh3_128() for _ in self.column("skip__prompt_digest")]
         for item in objects:
             if item["path"][-1] == "uid":
                 continue
@@ -139,16 +153,40 @@ class Entry:
                 digest.update(array(_CODES[kind], [value for row in rows for value in row]).tobytes())
         return digest.hexdigest()
 
-    def _buffers(self, columns: list[str]) -> bytes:
-        digest = xxhash.xxh3_128()
-        for name in columns:
-            values = pa.array(self.column(name), self.table.schema.field(name).type)
-            for buffer in values.buffers():
-                if buffer is not None:
-                    digest.update(buffer)
-        return digest.digest()
 
-    def _part(self, name: str, prompt_length: str, response_length: str) -> dict[str, Any]:
+class Part:
+    """One Parquet file: its columns, its blobs, and its rows of output and input as lists by key."""
+
+    def __init__(self, data: bytes) -> None:
+        self.table = pq.read_table(pa.BufferReader(data))
+        self.description = json.loads(self.table.schema.metadata[b"rollout_skip"])
+        self.blobs: list[bytes] = []
+        if "skip__blobs" in self.table.column_names:
+            for joined, sizes in zip(self.column("skip__blobs"), self.column("skip__blob_sizes"), strict=True):
+                ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+                self.blobs += [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        self.output = self._batch("output", "skip__prompt_length", "skip__response_length")
+        self.input = self._batch("input", "skip__input_length", "skip__input_response_length")
+
+    def column(self, name: str) -> list[Any]:
+        values: list[Any] = self.table[name].to_pylist()
+        return values
+
+    def digested(self, name: str) -> list[tuple[bytes, int | None]]:
+        """What a column adds to the digest of the content: for each row its bytes, and its length if it has one."""
+        kind, rows = self.table.schema.field(name).type, self.column(name)
+        if name.startswith("skip__blobs_of__"):
+            digests = [xxhash.xxh3_128(blob).digest() for blob in self.blobs]
+            return [(b"".join(digests[number] for number in row), len(row)) for row in rows]
+        if pa.types.is_string(kind):
+            return [(b"", -1) if row is None else (row.encode(), len(row.encode())) for row in rows]
+        if pa.types.is_list(kind):
+            return [(_bytes(row, kind.value_type), len(row)) for row in rows]
+        if self.table.schema.field(name).nullable:
+            return [(_bytes([row or 0], kind), int(row is not None)) for row in rows]
+        return [(_bytes([row], kind), None) for row in rows]
+
+    def _batch(self, name: str, prompt_length: str, response_length: str) -> dict[str, Any]:
         part = self.description[name]
         if part is None:
             return {}
@@ -161,7 +199,11 @@ class Entry:
             found[".".join(item["path"])] = self._numbers(item, part["spans"], lengths, found)
         for item in part["objects"]:
             cells = self.column(item["column"])
-            found[".".join(item["path"])] = [_cell(cell) for cell in cells] if item["cells"] == "json" else cells
+            if item["cells"] == "json":
+                numbers = self.column(item["blobs"]) if item["blobs"] else [[]] * len(cells)
+                blobs = [[self.blobs[number] for number in row] for row in numbers]
+                cells = [_cell(json.loads(cell), own) for cell, own in zip(cells, blobs, strict=True)]
+            found[".".join(item["path"])] = cells
         return found
 
     def _numbers(self, item: dict[str, Any], spans: Any, lengths: Any, found: dict[str, Any]) -> list[Any]:
@@ -215,18 +257,37 @@ def _pad(item: dict[str, Any]) -> Any:
     )
 
 
-def _cell(text: str | None) -> Any:
-    if text is None:
-        return None
-    if '"$type"' in text:
-        raise NotImplementedError(text)
-    return json.loads(text)
+def _bytes(values: list[Any], kind: pa.DataType) -> bytes:
+    """Numbers as they lie in memory."""
+    if pa.types.is_boolean(kind):
+        return bytes(values)
+    return bytes(pa.array(values, kind).buffers()[1] or b"")
+
+
+def _cell(value: Any, blobs: list[bytes]) -> Any:
+    """A cell with tensors and images as tuples of what describes them, and their bytes."""
+    if isinstance(value, list):
+        return [_cell(item, blobs) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("$type")
+    if kind is None:
+        return {key: _cell(item, blobs) for key, item in value.items()}
+    if kind == "bytes":
+        return blobs[value["blob"]]
+    if kind == "tuple":
+        return tuple(_cell(item, blobs) for item in value["items"])
+    if kind in ("tensor", "ndarray") and "blob" in value:
+        return value["dtype"], value["shape"], blobs[value["blob"]]
+    if kind == "image":
+        return value["mode"], value["size"], blobs[value["blob"]]
+    raise NotImplementedError(f"a cell with $type {kind}")
 
 
 def history(entries: list[Entry], step: int) -> str:
     """What the training had learned from before a step, if it recorded all steps from the first."""
     known = "start"
     for earlier in range(1, step):
-        identities = [entry.identity() for entry in entries if entry.record["key"]["step"] == earlier]
+        identities = [entry.rollout.identity() for entry in entries if entry.record["key"]["step"] == earlier]
         known = xxhash.xxh3_128("\n".join([known, *identities]).encode()).hexdigest()
     return known

@@ -62,10 +62,10 @@ def test_it_gets_the_same_tokens_scores_and_columns(variant: Path, entries: list
         batch, inputs = store.get(key), store.inputs(key)
         assert entry.output == as_lists(batch)
         assert entry.input == as_lists(inputs)
-        assert entry.meta("output") == batch.meta_info
-        assert entry.meta("input") == inputs.meta_info
-        assert entry.column("skip__score") == batch.batch["rm_scores"].sum(dim=1, dtype=torch.float64).tolist()
-        assert entry.column("skip__response_length") == batch.batch["response_mask"].sum(dim=1).tolist()
+        assert entry.rollout.meta("output") == batch.meta_info
+        assert entry.rollout.meta("input") == inputs.meta_info
+        assert entry.rollout.column("skip__score") == batch.batch["rm_scores"].sum(dim=1, dtype=torch.float64).tolist()
+        assert entry.rollout.column("skip__response_length") == batch.batch["response_mask"].sum(dim=1).tolist()
 
 
 def test_it_gets_the_same_digests(variant: Path, entries: list[Entry]) -> None:
@@ -73,11 +73,11 @@ def test_it_gets_the_same_digests(variant: Path, entries: list[Entry]) -> None:
     for key, entry in zip(KEYS, entries, strict=True):
         record = store.record(key)
         assert (entry.record["digest"], entry.record["bytes"]) == (record.digest, record.bytes)
-        assert entry.content() == record.content
-        assert entry.prompt_digests() == store.load(key).prompt_digests()
+        assert entry.rollout.content() == record.content
+        assert entry.rollout.prompt_digests() == store.load(key).prompt_digests()
         assert entry.record["info"] == record.info
         if "identity" in record.info:
-            assert entry.identity() == record.info["identity"]
+            assert entry.rollout.identity() == record.info["identity"]
             assert format_reader.history(entries, key.step) == record.info["history"]
 
 
