@@ -15,6 +15,12 @@ INPUT_LENGTH: Final = "skip__input_length"
 INPUT_RESPONSE_LENGTH: Final = "skip__input_response_length"
 SCORE: Final = "skip__score"
 PROMPT_DIGEST: Final = "skip__prompt_digest"
+BLOBS: Final = "skip__blobs"
+BLOB_SIZES: Final = "skip__blob_sizes"
+BLOBS_OF: Final = "skip__blobs_of__"
+OBJECT: Final = "skip__object__"
+SHAPE: Final = "skip__shape__"
+"""The last three go before the name of the column that they belong to."""
 
 
 def check_version(version: Any) -> None:

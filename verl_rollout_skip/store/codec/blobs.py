@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 
-from verl_rollout_skip.errors import EntryTooLargeError
+from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.codec import images
+from verl_rollout_skip.store.codec.part import PartFile
+from verl_rollout_skip.store.format import BLOB_SIZES, BLOBS
 from verl_rollout_skip.store.threads import map_in_threads
 
 Blob = Any
@@ -79,19 +83,22 @@ class BlobPool:
 
 
 class StoredBlobs:
-    """The blobs of a part that is read. ``limit`` bounds the memory of what is made of them."""
+    """The blobs of a part, read when one is asked for. ``limit`` bounds the memory of what is made of them."""
 
-    def __init__(self, views: Sequence[Any], limit: int) -> None:
-        self._views = views
+    def __init__(self, read: Callable[[], Sequence[Any]], limit: int) -> None:
+        self._read = read
         self._limit = limit
         self._made_bytes = 0
         self._shared: dict[Hashable, Any] = {}
 
-    def __len__(self) -> int:
-        return len(self._views)
+    @cached_property
+    def _views(self) -> Sequence[Any]:
+        return self._read()
 
     def make(self, number: int, kind: Hashable, make: Callable[[Any], Any]) -> Any:
         """What ``make`` makes of a blob: an object of its own, or one for all who ask for a large one of this kind."""
+        if not 0 <= number < len(self._views):
+            raise ValueError(f"there is no blob {number}")
         data = self._views[number]
         if len(data) >= LARGE and (number, kind) in self._shared:
             return self._shared[number, kind]
@@ -117,11 +124,42 @@ class CellBlobs:
     @classmethod
     def of(cls, blobs: Sequence[bytes]) -> CellBlobs:
         """Blobs that belong to one cell alone."""
-        return cls(StoredBlobs(blobs, 1 << 62), range(len(blobs)))
+        return cls(StoredBlobs(lambda: blobs, 1 << 62), range(len(blobs)))
 
     def make(self, index: int, kind: Hashable, make: Callable[[Any], Any]) -> Any:
         """As ``StoredBlobs.make``."""
         return self._stored.make(self.numbers[index], kind, make)
+
+
+def part_blobs(part: PartFile, limit: int) -> StoredBlobs:
+    """The blobs of a part."""
+    return StoredBlobs(lambda: _read_blobs(part), limit)
+
+
+def row_blobs(part: PartFile, column: str | None, stored: StoredBlobs) -> Callable[[int], CellBlobs]:
+    """A function that gives the blobs of a row; ``column`` holds their numbers, None if there are none."""
+    if column is None:
+        return lambda row: CellBlobs(stored, ())
+    lengths, numbers = part.all_lists(column, pa.int32())
+    ends, listed = [0, *np.cumsum(lengths).tolist()], numbers.tolist()
+    return lambda row: CellBlobs(stored, listed[ends[row] : ends[row + 1]])
+
+
+def _read_blobs(part: PartFile) -> list[memoryview]:
+    counts, sizes = part.all_lists(BLOB_SIZES, pa.int64())
+    views: list[memoryview] = []
+    position = 0
+    for joined, count in zip(part.buffers(BLOBS), counts.tolist(), strict=True):
+        start = 0
+        for size in sizes[position : position + count].tolist():
+            if not 0 <= size <= len(joined) - start:
+                raise CorruptEntryError("The blobs of a row do not have the sizes that the file says.")
+            views.append(joined[start : start + size])
+            start += size
+        if start != len(joined):
+            raise CorruptEntryError("The blobs of a row do not have the sizes that the file says.")
+        position += count
+    return views
 
 
 def _digest(blob: Blob) -> bytes:

@@ -8,7 +8,7 @@ own encodings; tensors are made of the bits of all parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,19 +20,28 @@ from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError
 from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.codec import cells
 from verl_rollout_skip.store.codec.batch import Batch, BatchKind
-from verl_rollout_skip.store.codec.blobs import CellBlobs, StoredBlobs
+from verl_rollout_skip.store.codec.blobs import StoredBlobs, part_blobs, row_blobs
 from verl_rollout_skip.store.codec.encodings import DenseEncoding, Encoding, Reading, Same, natural
 from verl_rollout_skip.store.codec.jagged import Jagged, JaggedBits, NestedEncoding, encoding_from_json
 from verl_rollout_skip.store.codec.padding import Spans
 from verl_rollout_skip.store.codec.part import PartFile, damage_is_corruption
 from verl_rollout_skip.store.codec.tensors import dense_column, jagged_tensor, strided_tensor
+from verl_rollout_skip.store.format import (
+    BLOB_SIZES,
+    BLOBS,
+    INPUT_LENGTH,
+    INPUT_RESPONSE_LENGTH,
+    PROMPT_DIGEST,
+    PROMPT_LENGTH,
+    RESPONSE_LENGTH,
+)
 from verl_rollout_skip.store.threads import map_in_threads, worker_count
 
 # A Python object takes at least so much memory, however little it takes in the file.
 _OBJECT_BYTES = 100
 _LENGTHS = {
-    "output": ("skip__prompt_length", "skip__response_length"),
-    "input": ("skip__input_length", "skip__input_response_length"),
+    "output": (PROMPT_LENGTH, RESPONSE_LENGTH),
+    "input": (INPUT_LENGTH, INPUT_RESPONSE_LENGTH),
 }
 _Place = tuple[bool, tuple[str, ...]]
 """Where a value belongs: among the tensors or not, and under which path."""
@@ -58,7 +67,7 @@ class _Layout:
     @property
     def object_columns(self) -> set[str]:
         names = {item[kind] for item in self.objects.values() for kind in ("column", "object", "blobs")}
-        return {*names, "skip__blob_sizes", "skip__blobs"} - {None}
+        return {*names, BLOB_SIZES, BLOBS} - {None}
 
 
 class Reader:
@@ -71,7 +80,7 @@ class Reader:
     def __init__(self, datas: Sequence[Any], limit: int) -> None:
         self._limit = limit
         self._parts = [PartFile(data, limit) for data in datas]
-        self._blobs: dict[int, StoredBlobs] = {}
+        self._blobs = [part_blobs(part, limit) for part in self._parts]
         with damage_is_corruption():
             self.rows = sum(part.rows for part in self._parts)
             given = self._parts[0].description["input"]
@@ -93,7 +102,7 @@ class Reader:
         digests: list[str] = []
         with damage_is_corruption():
             for part in self._parts:
-                texts, codes = part.texts("skip__prompt_digest")
+                texts, codes = part.texts(PROMPT_DIGEST)
                 if (codes < 0).any():
                     return None
                 digests += [texts[code] for code in codes]
@@ -169,7 +178,8 @@ class Reader:
         shape = tuple(natural(size) for size in first["shape"])
         objects: dict[int, tuple[str, Any]] = {}
         pieces = [
-            self._cells(layout.part, number, layout.objects[place], objects) for number, layout in enumerate(layouts)
+            self._cells(layout.part, stored, layout.objects[place], objects)
+            for layout, stored in zip(layouts, self._blobs, strict=True)
         ]
         if first["dtype"] != "|O":
             dtype = cells.text_dtype(first["dtype"])
@@ -187,7 +197,9 @@ class Reader:
                     row[index] = value
         return array
 
-    def _cells(self, part: PartFile, number: int, item: dict[str, Any], objects: dict[int, tuple[str, Any]]) -> Any:
+    def _cells(
+        self, part: PartFile, stored: StoredBlobs, item: dict[str, Any], objects: dict[int, tuple[str, Any]]
+    ) -> np.ndarray:
         """The cells of one part as a sequence; ``objects`` are those that earlier rows hold."""
         form, column = item["cells"], item["column"]
         if form not in ("text", "json"):
@@ -200,24 +212,11 @@ class Reader:
             identity = part.all_numbers(item["object"], pa.int64())
             if len(identity) and identity.min() < 0:
                 raise CorruptEntryError(f"Column {item['object']!r} holds negative numbers.")
-        blobs = self._cell_blobs(part, number, item["blobs"])
+        blobs = row_blobs(part, item["blobs"], stored)
         decoded = cells.decode_column(
             texts, codes.tolist(), blobs, None if identity is None else identity.tolist(), objects
         )
         return _object_column(decoded)
-
-    def _cell_blobs(self, part: PartFile, number: int, column: str | None) -> Callable[[int], CellBlobs]:
-        """The blobs of each row of a column."""
-        if column is None:
-            return lambda row: CellBlobs.of([])
-        if number not in self._blobs:
-            self._blobs[number] = StoredBlobs(_blob_views(part), self._limit)
-        stored = self._blobs[number]
-        lengths, numbers = part.all_lists(column, pa.int32())
-        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(stored):
-            raise CorruptEntryError(f"Column {column!r} names blobs that the part does not have.")
-        ends, listed = np.cumsum(lengths).tolist(), numbers.tolist()
-        return lambda row: CellBlobs(stored, listed[ends[row - 1] if row else 0 : ends[row]])
 
 
 def _parse(part: PartFile, side: str, rows: slice) -> _Layout:
@@ -327,20 +326,3 @@ def _stage(encoding: Encoding) -> int:
 
 def _object_column(values: Sequence[Any]) -> np.ndarray:
     return np.fromiter(values, dtype=object, count=len(values))
-
-
-def _blob_views(part: PartFile) -> list[memoryview]:
-    """The blobs of a part by number."""
-    counts, sizes = part.all_lists("skip__blob_sizes", pa.int64())
-    views: list[memoryview] = []
-    position = 0
-    for joined, count in zip(part.buffers("skip__blobs"), counts.tolist(), strict=True):
-        own = sizes[position : position + count].tolist()
-        position += count
-        if any(size < 0 for size in own) or sum(own) != len(joined):
-            raise CorruptEntryError("The bulk data of a row does not have the sizes that the file says.")
-        start = 0
-        for size in own:
-            views.append(joined[start : start + size])
-            start += size
-    return views

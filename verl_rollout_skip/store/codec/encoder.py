@@ -29,7 +29,20 @@ from verl_rollout_skip.store.codec.jagged import JaggedBits
 from verl_rollout_skip.store.codec.part import as_numpy, byte_offsets
 from verl_rollout_skip.store.codec.prepared import Numbers, Objects, Prepared, TakenBatch
 from verl_rollout_skip.store.codec.rows import row_digests, row_scores, token_lengths
-from verl_rollout_skip.store.format import FORMAT_VERSION, METADATA_KEY
+from verl_rollout_skip.store.format import (
+    BLOB_SIZES,
+    BLOBS,
+    BLOBS_OF,
+    FORMAT_VERSION,
+    INPUT_LENGTH,
+    INPUT_RESPONSE_LENGTH,
+    METADATA_KEY,
+    OBJECT,
+    PROMPT_DIGEST,
+    PROMPT_LENGTH,
+    RESPONSE_LENGTH,
+    SCORE,
+)
 from verl_rollout_skip.store.threads import map_in_threads
 
 _RESERVED = ("skip__", "in__", "out__")
@@ -128,8 +141,8 @@ class Plan:
         self._extras = self._extra_columns()
         self._fields = [column for key in self._all_keys for column in key.fields]
         if self._pool.blobs:
-            self._fields.append(pa.field("skip__blobs", pa.binary(), nullable=False))
-            self._fields.append(pa.field("skip__blob_sizes", list_type(pa.int64()), nullable=False))
+            self._fields.append(pa.field(BLOBS, pa.binary(), nullable=False))
+            self._fields.append(pa.field(BLOB_SIZES, list_type(pa.int64()), nullable=False))
         self._fields += [column for column, _ in self._extras]
         self._blob_rows = self._rows_of_blobs()
         self._costs = np.sum([_row_costs(batch) for batch in prepared.batches], axis=0)
@@ -200,8 +213,8 @@ class Plan:
                 "cells": cells.form,
                 "shape": list(objects.shape),
                 "dtype": objects.dtype,
-                "object": None if cells.first_rows is None else f"skip__object__{name}",
-                "blobs": None if blobs is None else f"skip__blobs_of__{name}",
+                "object": None if cells.first_rows is None else f"{OBJECT}{name}",
+                "blobs": None if blobs is None else f"{BLOBS_OF}{name}",
             }
             fields = [pa.field(name, CELL_TYPES[cells.form])]
             if twin is not None:
@@ -209,7 +222,7 @@ class Plan:
                 spec |= {"column": twin.spec["column"], "blobs": twin.spec["blobs"]}
                 if isinstance(twin.source, Objects) and twin.source.cells.first_rows == cells.first_rows:
                     spec["object"] = twin.spec["object"]
-            if spec["object"] == f"skip__object__{name}":
+            if spec["object"] == f"{OBJECT}{name}":
                 fields.append(pa.field(spec["object"], pa.int64(), nullable=False))
             if blobs is not None and twin is None:
                 fields.append(pa.field(spec["blobs"], list_type(pa.int32()), nullable=False))
@@ -225,14 +238,14 @@ class Plan:
         else:
             digests = row_digests(given, self._pool, given.numbers, given.objects)
         extras: list[tuple[pa.Field, Any]] = [
-            (pa.field("skip__prompt_length", pa.int32()), lengths[0]),
-            (pa.field("skip__response_length", pa.int32()), lengths[1]),
-            (pa.field("skip__score", pa.float64()), self._scores),
-            (pa.field("skip__prompt_digest", pa.string()), digests),
+            (pa.field(PROMPT_LENGTH, pa.int32()), lengths[0]),
+            (pa.field(RESPONSE_LENGTH, pa.int32()), lengths[1]),
+            (pa.field(SCORE, pa.float64()), self._scores),
+            (pa.field(PROMPT_DIGEST, pa.string()), digests),
         ]
         if given is not None and given.spans is not None:
-            extras.append((pa.field("skip__input_length", pa.int32()), given.spans.prompt_lengths))
-            extras.append((pa.field("skip__input_response_length", pa.int32()), given.spans.response_lengths))
+            extras.append((pa.field(INPUT_LENGTH, pa.int32()), given.spans.prompt_lengths))
+            extras.append((pa.field(INPUT_RESPONSE_LENGTH, pa.int32()), given.spans.response_lengths))
         return extras
 
     def _rows_of_blobs(self) -> dict[int, tuple[int, int]]:

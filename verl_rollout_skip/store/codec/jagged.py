@@ -26,6 +26,7 @@ from verl_rollout_skip.store.codec.encodings import (
     natural,
 )
 from verl_rollout_skip.store.codec.padding import Spans
+from verl_rollout_skip.store.format import SHAPE
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Rows(NestedEncoding):
             raise ValueError("only a tensor can be nested")
 
     def fields(self, column: str) -> list[pa.Field]:
-        kinds = {column: self.element.arrow, f"skip__shape__{column}": pa.int64()}
+        kinds = {column: self.element.arrow, f"{SHAPE}{column}": pa.int64()}
         return [pa.field(name, list_type(item), nullable=False) for name, item in kinds.items()]
 
     def store(self, bits: list[np.ndarray], rows: slice, spans: Spans | None) -> list[Stored]:
@@ -159,7 +160,7 @@ class Rows(NestedEncoding):
 
     def read(self, column: str, reading: Reading) -> list[np.ndarray]:
         lengths, values = reading.part.all_lists(column, self.element.arrow)
-        ndims, shapes = reading.part.all_lists(f"skip__shape__{column}", pa.int64())
+        ndims, shapes = reading.part.all_lists(f"{SHAPE}{column}", pa.int64())
         bits = from_stored(self.element, values)
         lengths = lengths // self.element.components
         rows = []

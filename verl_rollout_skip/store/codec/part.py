@@ -45,11 +45,16 @@ class PartFile:
             self._data = pa.py_buffer(data)
             self._chunks = read_columns(memoryview(self._data).cast("B"))
             self._metadata = pq.read_metadata(pa.BufferReader(self._data))
-            self.names: list[str] = self._metadata.schema.to_arrow_schema().names
+            self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
             self.description = self._read_description()
             self.rows: int = self._metadata.num_rows
             if type(self.description["rows"]) is not int or self.description["rows"] != self.rows:
                 raise CorruptEntryError(f"It claims {self.description['rows']!r} rows and holds {self.rows}.")
+
+    @property
+    def names(self) -> list[str]:
+        names: list[str] = self.schema.names
+        return names
 
     def stored_bytes(self, name: str, value_bytes: int = 0) -> int:
         """The memory that a column takes when it is read; ``value_bytes`` is what one value takes at least."""

@@ -6,27 +6,23 @@ Arrow believes it, and whatever cannot be decoded is a ``CorruptEntryError``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from itertools import pairwise
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, RolloutSkipError
+from verl_rollout_skip.errors import CorruptEntryError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.codec import cells
+from verl_rollout_skip.store.codec.blobs import part_blobs, row_blobs
 from verl_rollout_skip.store.codec.padding import Spans
-from verl_rollout_skip.store.codec.pages import read_columns
-from verl_rollout_skip.store.format import METADATA_KEY, PROMPT_LENGTH, RESPONSE_LENGTH, check_version
+from verl_rollout_skip.store.codec.part import PartFile, as_numpy
+from verl_rollout_skip.store.format import PROMPT_LENGTH, RESPONSE_LENGTH
 
 _LIMIT = 4 << 30
-_VALUE_BYTES = 16
 _MAX_HOPS = 8
 _SIMPLE_CELLS = ("text", "int", "float", "bool")
 
@@ -45,73 +41,41 @@ class PartReader:
         self.rows = rows
         self._key, self._where = key, where
         with self._damaged():
-            self._data = pa.py_buffer(data)
-            self._chunks = read_columns(memoryview(self._data).cast("B"))
-            self._metadata = pq.read_metadata(pa.BufferReader(self._data))
-            text = (self._metadata.metadata or {}).get(METADATA_KEY)
-            if text is None:
-                raise CorruptEntryError("It is a Parquet file, but not one that this package wrote.")
-            self.description: dict[str, Any] = json.loads(text)
-            check_version(self.description["format_version"])
-            if self._metadata.num_rows != rows:
-                raise CorruptEntryError(f"It holds {self._metadata.num_rows} rows, its record says {rows} rows.")
-            self._schema = self._metadata.schema.to_arrow_schema()
-            self.names = frozenset(self._schema.names)
+            self._file = PartFile(data, _LIMIT)
+            self.description = self._file.description
+            self.names = frozenset(self._file.names)
+            self._blobs = part_blobs(self._file, _LIMIT)
+            if self._file.rows != rows:
+                raise CorruptEntryError(f"It holds {self._file.rows} rows, its record says {rows} rows.")
 
-    def column(self, name: str, dictionary: bool = False) -> pa.ChunkedArray:
-        """One column as Arrow has it; with ``dictionary`` each text of it is in memory once."""
+    def column(self, name: str) -> pa.ChunkedArray:
+        """One column as Arrow has it."""
         with self._damaged():
-            self._check_size(name)
-            file = pq.ParquetFile(
-                pa.BufferReader(self._data),
-                metadata=self._metadata,
-                page_checksum_verification=True,
-                pre_buffer=False,
-                read_dictionary=[name] if dictionary else None,
-            )
-            groups = [
-                file.read_row_group(group, columns=[name], use_threads=False).column(name)
-                for group in range(self._metadata.num_row_groups)
-            ]
-            kind = groups[0].type if groups else self._schema.field(name).type
-            found = pa.chunked_array([chunk for group in groups for chunk in group.chunks], kind)
-            if len(found) != self.rows:
-                raise CorruptEntryError(f"Column {name!r} holds {len(found)} rows, not {self.rows}.")
-            return found
+            chunks = [chunk for _, chunk in self._file.chunks(name, nullable=True)]
+            return pa.chunked_array(chunks, self._file.schema.field(name).type)
 
     def numbers(self, name: str) -> np.ndarray | None:
         """A column of numbers or truth values; None if it is not there, or if one of its values is missing."""
-        if name not in self.names:
+        if name not in self.names or not _is_number(self._file.schema.field(name).type):
             return None
         found = self.column(name)
-        if found.null_count or not _is_number(found.type):
-            return None
-        return found.to_numpy()
+        return None if found.null_count else np.concatenate([as_numpy(chunk) for chunk in found.chunks])
 
     def texts(self, name: str) -> list[str] | None:
         """A column of text; None if it is not there, or if one of its values is missing."""
-        if name not in self.names:
+        if name not in self.names or not pa.types.is_string(self._file.schema.field(name).type):
             return None
-        found = self.column(name, dictionary=True) if pa.types.is_string(self._schema.field(name).type) else None
-        if found is None or found.null_count:
-            return None
-        rows: list[str] = []
-        for chunk in found.chunks:
-            words = chunk.dictionary.to_pylist()
-            rows += [words[code] for code in chunk.indices.to_pylist()]
-        return rows
+        with self._damaged():
+            texts, codes = self._file.texts(name)
+            return None if (codes < 0).any() else [texts[code] for code in codes.tolist()]
 
     def lists(self, name: str) -> list[np.ndarray] | None:
         """A column of lists of numbers, one array per row; None if it is not there."""
-        if name not in self.names or not pa.types.is_list(self._schema.field(name).type):
+        if name not in self.names or not pa.types.is_list(self._file.schema.field(name).type):
             return None
         with self._damaged():
-            rows: list[np.ndarray] = []
-            for chunk in self.column(name).chunks:
-                offsets = chunk.offsets.to_numpy()
-                values = chunk.values.slice(offsets[0], offsets[-1] - offsets[0]).to_numpy(zero_copy_only=False)
-                rows += [values[start:end] for start, end in pairwise(offsets - offsets[0])]
-            return rows
+            lengths, values = self._file.all_lists(name, self._file.schema.field(name).type.value_type)
+            return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
 
     def tokens(self, name: str) -> list[np.ndarray] | None:
         """What a tensor of the output holds for each token of a row, padding left out; None if it is not recorded, or
@@ -139,10 +103,14 @@ class PartReader:
                 return None
             if "cells" not in item:
                 return self._dense_cells(item, rows)
-            column = self.column(item["column"], dictionary=item["cells"] in ("text", "json"))
-            found = [column[row].as_py() for row in rows]
+            if item["cells"] in ("text", "json"):
+                texts, codes = self._file.texts(item["column"])
+                found: list[Any] = [None if codes[row] < 0 else texts[codes[row]] for row in rows]
+            else:
+                column = self.column(item["column"])
+                found = [column[row].as_py() for row in rows]
             if item["cells"] == "json":
-                blobs = self._blobs(item)
+                blobs = row_blobs(self._file, item["blobs"], self._blobs)
                 found = [cells.decode_for_people(text, blobs(row)) for text, row in zip(found, rows, strict=True)]
             return [_reshaped(value, item["shape"]) for value in found] if item["shape"] else found
 
@@ -156,7 +124,7 @@ class PartReader:
                 if (item.get("form") == "dense" or item.get("cells") in _SIMPLE_CELLS)
                 and not item["shape"]
                 and len(item["path"]) == 1
-                and not pa.types.is_list(self._schema.field(item["column"]).type)
+                and not pa.types.is_list(self._file.schema.field(item["column"]).type)
             ]
 
     def meta(self, side: Side) -> dict[Any, Any]:
@@ -221,23 +189,6 @@ class PartReader:
             found.append(values.reshape(item["shape"]).tolist())
         return found
 
-    def _blobs(self, item: dict[str, Any]) -> Any:
-        """A function that gives the bulk data of a row; it is read when a cell asks for it."""
-        if item["blobs"] is None:
-            return lambda row: ()
-        alias = None if item["alias"] is None else self.numbers(item["alias"])
-        pool = _Blobs(self, item["blobs"])
-        return lambda row: _RowBlobs(pool, row if alias is None else int(alias[row]))
-
-    def _check_size(self, name: str) -> None:
-        chunks = [chunk for chunk in self._chunks if chunk.path.split(".")[0] == name]
-        size = sum(max(chunk.uncompressed, chunk.num_values * _VALUE_BYTES) for chunk in chunks)
-        if size > _LIMIT:
-            raise EntryTooLargeError(
-                f"Column {name!r} of {self._where} would take {format_size(size)} of memory, and {format_size(_LIMIT)} "
-                "are allowed."
-            )
-
     @contextmanager
     def _damaged(self) -> Iterator[None]:
         with damaged(self._key, self._where):
@@ -258,42 +209,6 @@ def damaged(key: RolloutKey, where: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CorruptEntryError(f"{said} It cannot be decoded ({type(error).__name__}: {error}).") from error
-
-
-class _Blobs:
-    """The bulk data of a column of objects, read when it is first asked for."""
-
-    def __init__(self, part: PartReader, column: str) -> None:
-        self._part, self._column = part, column
-        self._found: tuple[list[np.ndarray], pa.ChunkedArray] | None = None
-
-    def get(self, row: int, number: int) -> bytes:
-        if self._found is None:
-            joined = self._part.column(f"skip__blobs__{self._column}", dictionary=True)
-            self._found = self._part.lists(f"skip__blob_sizes__{self._column}") or [], joined
-        sizes, joined = self._found
-        ends = np.cumsum(sizes[row])
-        data: bytes = joined[row].as_py()
-        if (sizes[row] < 0).any() or len(data) != ends[-1]:
-            raise CorruptEntryError(f"The bulk data of column {self._column!r} has not the size that the file says.")
-        return data[ends[number] - sizes[row][number] : ends[number]]
-
-
-class _RowBlobs(Sequence[bytes]):
-    def __init__(self, pool: _Blobs, row: int) -> None:
-        self._pool, self._row = pool, row
-
-    def __len__(self) -> int:
-        raise TypeError("not known before the bulk data is read")
-
-    @overload
-    def __getitem__(self, number: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[bytes]: ...
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._pool.get(self._row, number)
 
 
 def _reshaped(values: list[Any], shape: list[int]) -> Any:
