@@ -119,7 +119,7 @@ def _readable_variants(folder: str) -> list[Manifest]:
     try:
         return list(list_variants(folder).values())
     except (RolloutSkipError, PermissionError) as error:
-        logger.warning("ignored: %s", error)
+        logger.warning("left out: %s", error)
         return []
 
 
