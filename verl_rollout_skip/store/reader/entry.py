@@ -30,9 +30,8 @@ class EntryReader:
     @property
     def response_width(self) -> int | None:
         """The width to which responses were padded; None if they were not."""
-        widths = {part.widths for part in self._parts}
-        known = [both[1] for both in widths if both is not None]
-        return max(known) if len(known) == len(widths) else None
+        widths = self._joined(lambda part: part.response_width)
+        return None if widths is None else max(widths)
 
     def column(self, name: str) -> pa.ChunkedArray:
         """One column as Arrow has it."""

@@ -1,7 +1,6 @@
-"""One Parquet file of an entry: its columns by name, and the keys of the batch as rows and cells for people.
+"""One part of an entry for people: its columns by name, the tokens of its rows, and the cells of its keys.
 
-Only the columns that are asked for are read. The bytes may be damaged or hostile: what they claim is compared before
-Arrow believes it, and whatever cannot be decoded is a ``CorruptEntryError``.
+Only the columns that are asked for are read. Damage is a ``CorruptEntryError`` that says where it is.
 """
 
 from __future__ import annotations
@@ -14,17 +13,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl_rollout_skip.errors import CorruptEntryError, RolloutSkipError
+from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.codec import cells
 from verl_rollout_skip.store.codec.blobs import part_blobs, row_blobs
+from verl_rollout_skip.store.codec.encodings import DenseEncoding, Reading, natural
+from verl_rollout_skip.store.codec.jagged import encoding_from_json
 from verl_rollout_skip.store.codec.padding import Spans
 from verl_rollout_skip.store.codec.part import PartFile, as_numpy
-from verl_rollout_skip.store.format import PROMPT_LENGTH, RESPONSE_LENGTH
+from verl_rollout_skip.store.format import INPUT_LENGTH, INPUT_RESPONSE_LENGTH, PROMPT_LENGTH, RESPONSE_LENGTH
 
 _LIMIT = 4 << 30
 _MAX_HOPS = 8
-_SIMPLE_CELLS = ("text", "int", "float", "bool")
 
 
 class Side(str, Enum):
@@ -32,6 +33,9 @@ class Side(str, Enum):
 
     OUTPUT = "output"
     INPUT = "input"
+
+
+_LENGTHS = {Side.OUTPUT: (PROMPT_LENGTH, RESPONSE_LENGTH), Side.INPUT: (INPUT_LENGTH, INPUT_RESPONSE_LENGTH)}
 
 
 class PartReader:
@@ -59,7 +63,7 @@ class PartReader:
         if name not in self.names or not _is_number(self._file.schema.field(name).type):
             return None
         found = self.column(name)
-        return None if found.null_count else np.concatenate([as_numpy(chunk) for chunk in found.chunks])
+        return None if found.null_count else np.concatenate([np.empty(0, bool), *map(as_numpy, found.chunks)])
 
     def texts(self, name: str) -> list[str] | None:
         """A column of text; None if it is not there, or if one of its values is missing."""
@@ -98,11 +102,11 @@ class PartReader:
         """The Python values of a key for these rows, without torch (see ``cells.decode_for_people``). None if the key
         is not recorded, or is a tensor with more than one value per row."""
         with self._damaged():
-            item = self._stored(self._find(name, side, objects_first=True))
-            if item is None or (item.get("form", "dense") != "dense" and "cells" not in item):
+            item = self._stored(self._find(name, side, arrays_first=True))
+            if item is None:
                 return None
             if "cells" not in item:
-                return self._dense_cells(item, rows)
+                return self._number_cells(item, rows, side)
             if item["cells"] in ("text", "json"):
                 texts, codes = self._file.texts(item["column"])
                 found: list[Any] = [None if codes[row] < 0 else texts[codes[row]] for row in rows]
@@ -118,14 +122,10 @@ class PartReader:
         """The keys of the output that have one number, truth value or text per row."""
         with self._damaged():
             described = self.description[Side.OUTPUT.value]
-            return [
-                str(item["path"][0])
-                for item in [*described["numbers"], *described["objects"]]
-                if (item.get("form") == "dense" or item.get("cells") in _SIMPLE_CELLS)
-                and not item["shape"]
-                and len(item["path"]) == 1
-                and not pa.types.is_list(self._file.schema.field(item["column"]).type)
-            ]
+            numbers = [item for item in described["numbers"] if item["form"] == "dense"]
+            objects = [item for item in described["objects"] if item["cells"] != "json"]
+            found = [item for item in [*numbers, *objects] if not item["shape"] and len(item["path"]) == 1]
+            return [str(item["path"][0]) for item in found]
 
     def meta(self, side: Side) -> dict[Any, Any]:
         """The meta_info of a batch."""
@@ -133,17 +133,17 @@ class PartReader:
             return dict(cells.decode_inline(self.description[side.value]["meta"], cells.decode_for_people))
 
     @property
-    def widths(self) -> tuple[int, int] | None:
-        """The widths to which prompts and responses were padded; None if they were not."""
+    def response_width(self) -> int | None:
+        """The width to which responses were padded; None if they were not."""
         with self._damaged():
-            widths = self.description[Side.OUTPUT.value].get("spans")
-            return None if widths is None else (int(widths[0]), int(widths[1]))
+            widths = self.description[Side.OUTPUT.value]["spans"]
+            return None if widths is None else natural(widths[1])
 
-    def _find(self, name: str, side: Side, objects_first: bool = False) -> dict[str, Any] | None:
-        """What the description says of a key. Tensors and arrays may share a name: then the first kind counts."""
+    def _find(self, name: str, side: Side, arrays_first: bool = False) -> dict[str, Any] | None:
+        """What the description says of a key. A tensor and an array may have the same one: then the first counts."""
         described = self.description[side.value] or {"numbers": [], "objects": []}
         items: list[dict[str, Any]] = [*described["numbers"], *described["objects"]]
-        if objects_first:
+        if arrays_first:
             items.sort(key=lambda item: "element" in item and item["element"]["holder"] == "torch")
         return next((item for item in items if item["path"] == [name]), None)
 
@@ -157,9 +157,8 @@ class PartReader:
 
     def _unpadded(self, name: str, rows: list[np.ndarray]) -> list[np.ndarray]:
         """The tokens of rows that are stored with padding, if the lengths or the attention mask tell."""
-        lengths = self.numbers(PROMPT_LENGTH), self.numbers(RESPONSE_LENGTH)
-        if self.widths is not None and lengths[0] is not None and lengths[1] is not None:
-            spans = Spans(*self.widths, lengths[0], lengths[1])
+        spans = self._spans(Side.OUTPUT)
+        if spans is not None:
             windows = ("prompt",) if name == "prompts" else ("response", "full")
             window = next((window for window in windows if all(len(row) == spans.width(window) for row in rows)), None)
             if window is None:
@@ -176,18 +175,30 @@ class PartReader:
         ]
         return [row[keep != 0] if len(keep) == len(row) else row for row, keep in zip(rows, kept, strict=True)]
 
-    def _dense_cells(self, item: dict[str, Any], rows: Sequence[int]) -> list[Any] | None:
-        element, column = item["element"], self.column(item["column"])
-        if element["holder"] == "torch":
-            return None if item["shape"] or pa.types.is_list(column.type) else [column[row].as_py() for row in rows]
-        dtype = np.dtype(element["name"]).newbyteorder("=")
-        found = []
-        for row in rows:
-            stored = np.array(column[row].as_py(), element["stored"])
-            raw = dtype.kind in "cmM" or (dtype == np.float16 and stored.dtype == np.uint16)
-            values = stored.reshape(-1).view(dtype) if raw else stored.astype(dtype)
-            found.append(values.reshape(item["shape"]).tolist())
-        return found
+    def _number_cells(self, item: dict[str, Any], rows: Sequence[int], side: Side) -> list[Any] | None:
+        if item["element"]["holder"] == "torch":
+            numbers = None if item["shape"] or item["form"] != "dense" else self.numbers(item["column"])
+            return None if numbers is None else [numbers[row].item() for row in rows]
+        spans = self._spans(side)
+        encoding = encoding_from_json(item, spans)
+        if not isinstance(encoding, DenseEncoding):
+            return None
+        if encoding.row_bytes * self.rows > _LIMIT:
+            raise EntryTooLargeError(
+                f"{item['path']} of {self._where} would take more than {format_size(_LIMIT)} of memory."
+            )
+        bits = np.zeros((self.rows, *encoding.shape), encoding.element.bits)
+        encoding.read_into(bits, item["column"], Reading(self._file, spans, lambda name: None))
+        return [bits[row].tolist() for row in rows]
+
+    def _spans(self, side: Side) -> Spans | None:
+        widths = self.description[side.value]["spans"]
+        prompt, response = (None if widths is None else self.numbers(name) for name in _LENGTHS[side])
+        return (
+            None
+            if prompt is None or response is None
+            else Spans(natural(widths[0]), natural(widths[1]), prompt, response)
+        )
 
     @contextmanager
     def _damaged(self) -> Iterator[None]:
@@ -213,9 +224,7 @@ def damaged(key: RolloutKey, where: str) -> Iterator[None]:
 
 def _reshaped(values: list[Any], shape: list[int]) -> Any:
     """A flat list as nested ones."""
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array.reshape(shape).tolist()
+    return np.fromiter(values, object, len(values)).reshape(shape).tolist()
 
 
 def _is_number(kind: pa.DataType) -> bool:
