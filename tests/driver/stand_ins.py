@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ import verl
 from verl import DataProto
 from verl.experimental.agent_loop import agent_loop
 
-VERL = tuple(int(part) for part in verl.__version__.split("."))
+VERL = tuple(int(part) for part in re.findall(r"\d+", verl.__version__)[:3])
 SYNCS_BY_ITSELF = VERL < (0, 7)
 """verl 0.6.1 sends the weights as part of each generation, later ones by a checkpoint manager."""
 

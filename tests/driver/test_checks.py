@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import verl
 from verl import DataProto
@@ -11,6 +13,7 @@ from tests.driver.stand_ins import VERL
 from tests.driver.training import DriverOnly, SkipTrainer, Trainings, VerlTrainer
 from verl_rollout_skip import RolloutSkipMixin
 from verl_rollout_skip.errors import ConfigError, InertError, UnsupportedTrainerError
+from verl_rollout_skip.trainers.v0.compat import TESTED
 from verl_rollout_skip.trainers.v0.dapo import DynamicSampling
 
 ONE_STEP = "trainer.total_training_steps=1"
@@ -83,29 +86,87 @@ def test_a_class_derived_from_a_right_one_is_right(trainings: Trainings) -> None
     assert trainings.run("cache").generated == 0
 
 
-@pytest.mark.parametrize("version", ["0.5.0", "0.9.0", "0.10.0", "0.9.1.dev0"])
-def test_another_version_is_an_error_that_names_the_supported_ones(
+@pytest.mark.parametrize("version", ["0.10.0", "0.9.1.dev0", "1.0.0+gabc123"])
+def test_a_version_that_nobody_has_tested_trains_with_one_warning_that_names_the_tested_ones(
     trainings: Trainings, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setattr(verl, "__version__", version)
-    with pytest.raises(
-        UnsupportedTrainerError, match=rf"verl {version} is installed.*0\.9\.1, 0\.8\.0, 0\.7\.1, 0\.6\.1 only"
-    ):
-        trainings.make("record")
-    assert not trainings.dumps.exists()
-    trainings.run("off")
+    recorded = trainings.run("record")
+    warnings = [message for message in recorded.messages if f"verl {version} is installed" in message]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("WARNING")
+    assert ", ".join(TESTED) in warnings[0]
+    assert trainings.run("replay").generated == 0
+    assert not trainings.run("off").said("is installed")
 
 
-def test_something_that_is_no_trainer_of_verl_is_an_error_that_names_the_supported_ones(trainings: Trainings) -> None:
+def test_the_installed_version_is_a_tested_one_or_the_warning_comes(trainings: Trainings) -> None:
+    assert trainings.run("record").said("is installed. It has what") is (verl.__version__ not in TESTED)
+
+
+def test_something_that_is_no_trainer_of_verl_is_an_error_that_names_all_that_is_missing(trainings: Trainings) -> None:
     class Foreign(RolloutSkipMixin):
         def fit(self) -> None:
             pass
 
-    message = (
-        r"Foreign cannot be recorded or replayed: it has no init_workers. Supported are RayPPOTrainer of verl 0\.9\.1"
-    )
-    with pytest.raises(UnsupportedTrainerError, match=message):
+    with pytest.raises(UnsupportedTrainerError, match="Foreign cannot be recorded or replayed: it has no init_w") as no:
         Foreign(trainings.config("record"))
+    message = str(no.value)
+    assert "it has no _get_gen_batch, which RolloutSkipMixin needs to record the answers that fit keeps" in message
+    assert f"supported are RayPPOTrainer of verl {', '.join(TESTED)}" in message
+    assert not trainings.dumps.exists()
+
+
+def test_a_method_that_verl_has_no_more_is_an_error_before_anything_is_made(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(RayPPOTrainer, "_load_checkpoint")
+    with pytest.raises(UnsupportedTrainerError, match="it has no _load_checkpoint, which RolloutSkipMixin needs to"):
+        trainings.make("record")
+    assert not trainings.dumps.exists()
+
+
+def test_a_method_with_other_parameters_is_an_error_that_shows_them(trainings: Trainings) -> None:
+    class Planned(VerlTrainer):  # type: ignore[misc, valid-type]
+        def _get_gen_batch(self, batch: DataProto, plan: str) -> DataProto:
+            return super()._get_gen_batch(batch)
+
+    message = r"its _get_gen_batch takes \(batch.*plan.*but RolloutSkipMixin needs \(batch\) to .*argument: 'plan'"
+    with pytest.raises(UnsupportedTrainerError, match=message):
+        trainings.make("record", trainer=type("SkipPlanned", (RolloutSkipMixin, Planned), {}))
+    trainings.make("off", trainer=type("SkipPlanned", (RolloutSkipMixin, Planned), {}))
+
+
+def test_a_method_may_take_more_than_it_is_given(trainings: Trainings) -> None:
+    class Planned(VerlTrainer):  # type: ignore[misc, valid-type]
+        def _get_gen_batch(self, prompts: DataProto, plan: str = "none") -> DataProto:
+            return super()._get_gen_batch(prompts)
+
+    planned = type("SkipPlanned", (RolloutSkipMixin, Planned), {})
+    trainings.run("record", trainer=planned)
+    assert trainings.run("cache", trainer=planned).generated == 0
+
+
+def test_a_renamed_generating_call_is_an_error_that_names_it(trainings: Trainings) -> None:
+    class Renamed(VerlTrainer):  # type: ignore[misc, valid-type]
+        def init_workers(self) -> None:
+            super().init_workers()
+            generator = SimpleNamespace(rollout=self.workers.engine.generate_sequences, update_actor=None)
+            self.async_rollout_manager = self.actor_rollout_wg = generator
+
+    with pytest.raises(UnsupportedTrainerError, match=r"self\.\w+, it has no generate_sequences, which Roll"):
+        trainings.make("record", trainer=type("SkipRenamed", (RolloutSkipMixin, Renamed), {}))
+
+
+def test_a_generating_call_with_other_parameters_is_an_error_that_shows_them(trainings: Trainings) -> None:
+    class Streaming(VerlTrainer):  # type: ignore[misc, valid-type]
+        def init_workers(self) -> None:
+            super().init_workers()
+            generator = SimpleNamespace(generate_sequences=lambda prompts, stream: None, update_actor=None)
+            self.async_rollout_manager = self.actor_rollout_wg = generator
+
+    with pytest.raises(UnsupportedTrainerError, match=r"its generate_sequences takes \(prompts, stream\), but"):
+        trainings.make("record", trainer=type("SkipStreaming", (RolloutSkipMixin, Streaming), {}))
 
 
 def test_a_trainer_that_generates_for_later_steps_is_refused(trainings: Trainings) -> None:
@@ -125,7 +186,7 @@ def test_a_trainer_without_the_object_that_generates_is_refused(trainings: Train
             if not self.async_rollout_mode:
                 self.actor_rollout_wg = None
 
-    with pytest.raises(UnsupportedTrainerError, match=r"has no self\..*generate_sequences after init_workers"):
+    with pytest.raises(UnsupportedTrainerError, match=r"looking at self\..*it has no generate_sequences"):
         trainings.make("record", trainer=type("Nowhere", (RolloutSkipMixin, Elsewhere), {}))
 
 

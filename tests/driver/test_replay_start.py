@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
 from omegaconf import DictConfig
 from ray._private import state
+from verl.experimental.agent_loop import AgentLoopManager
 from verl.single_controller.base import Worker
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import Role
@@ -22,8 +23,9 @@ from verl.workers.rollout.base import get_rollout_class
 from tests.driver.stand_ins import VERL
 from tests.driver.training import SkipTrainer, Trainings, VerlTrainer, assert_same_training
 from verl_rollout_skip import RolloutSkipMixin
-from verl_rollout_skip.errors import ConfigError
-from verl_rollout_skip.trainers.v0.compat import SEAMS, find_seam
+from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
+from verl_rollout_skip.trainers.engine import NoAgentLoops
+from verl_rollout_skip.trainers.v0.compat import Settings, find_generator, look_at_settings
 
 # More devices than the replay has.
 LARGE_SERVERS = "actor_rollout_ref.rollout.tensor_model_parallel_size=4"
@@ -96,7 +98,7 @@ def test_what_the_trainer_is_given_has_no_setting_of_this_package(without_engine
     assert not without_engine.trainer.val_before_train
 
 
-@pytest.mark.skipif(VERL >= (0, 9), reason="verl 0.9.1 imports as many as are named")
+@pytest.mark.skipif(VERL >= (0, 9), reason="verl 0.9 imports as many as are named")
 def test_an_external_library_of_the_user_s_own_needs_the_engine_on_older_versions(trainings: Trainings) -> None:
     library = "actor_rollout_ref.model.external_lib=json"
     recording = trainings.run("record", library)
@@ -107,9 +109,33 @@ def test_an_external_library_of_the_user_s_own_needs_the_engine_on_older_version
     assert_same_training(recording, trainings.run("replay", library, "rollout_skip.engine=on"))
 
 
-def test_the_seam_of_each_supported_version_is_known(trainings: Trainings) -> None:
-    assert list(SEAMS) == ["0.9.1", "0.8.0", "0.7.1", "0.6.1"]
-    seam: Any = find_seam(SkipTrainer)
-    trainer = trainings.make("record")
+def test_what_verl_can_be_told_by_settings_is_seen_without_its_version() -> None:
+    expected = Settings(weight_sync=VERL >= (0, 9), agent_loop_manager=VERL >= (0, 7), several_libraries=VERL >= (0, 9))
+    assert look_at_settings() == expected
+
+
+def test_an_engine_of_which_nothing_is_known_is_refused_before_anything_starts(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = trainings.run("record")
+    monkeypatch.delattr(AgentLoopManager, "_init_agent_loop_workers")
+    message = r"AgentLoopManager of verl .* it has no _init_agent_loop_workers, which RolloutSkipMixin needs.*engine=on"
+    monkeypatch.delattr(NoAgentLoops, "_init_agent_loop_workers")
+    with pytest.raises(UnsupportedTrainerError, match=message):
+        trainings.make("replay")
+    assert_same_training(recording, trainings.run("replay", "rollout_skip.engine=on"))
+
+
+def test_a_verl_without_a_place_for_an_engine_is_refused_before_anything_starts(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainings.run("record")
+    monkeypatch.setitem(sys.modules, "verl_rollout_skip.trainers.engine", None)
+    with pytest.raises(UnsupportedTrainerError, match=r"replay without an inference engine is not possible"):
+        trainings.make("replay")
+
+
+def test_the_object_that_generates_is_found(trainings: Trainings) -> None:
+    trainer = trainings.make("off", trainer=SkipTrainer)
     attribute = "async_rollout_manager" if trainer.async_rollout_mode else "actor_rollout_wg"
-    assert seam.generator(trainer) is getattr(trainer, attribute)
+    assert find_generator(trainer) is getattr(trainer, attribute)

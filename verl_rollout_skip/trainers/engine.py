@@ -11,14 +11,15 @@ import copy
 import inspect
 import logging
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.experimental.agent_loop import AgentLoopManager
-from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutReplica
 
 from verl_rollout_skip.errors import ConfigError, EntryNotFoundError
+from verl_rollout_skip.trainers.compat import register_rollout
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class ReplayReplica(RolloutReplica):
     async def launch_servers(self) -> None:
         # The load balancer wants an address of its own for each replica; nobody ever connects to it.
         self._server_address = f"replay://{self.replica_rank}"
-        self._server_handle = None  # type: ignore[assignment]
+        self._server_handle = cast(Any, None)
 
     def get_ray_class_with_init_args(self) -> Any:
         """Wanted by verl 0.6.1 of every replica, and used only of those that have workers of their own."""
@@ -164,5 +165,4 @@ def _listed(libraries: Any) -> list[str]:
     return [libraries] if isinstance(libraries, str) else list(libraries)
 
 
-_ROLLOUT_REGISTRY[(NAME, "async")] = _name(ReplayRollout)
-RolloutReplicaRegistry.register(NAME, lambda: ReplayReplica)
+register_rollout(NAME, _name(ReplayRollout), ReplayReplica)

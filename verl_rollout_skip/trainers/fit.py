@@ -8,7 +8,6 @@ training.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +43,7 @@ class FollowedFit:
         super().__setattr__(name, followed)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, super().fit, *args, **kwargs)  # type: ignore[misc]
+        return _run(self, getattr(super(), FIT), *args, **kwargs)
 
 
 def warn_outside_fit(trainer: FollowedFit) -> None:
@@ -68,19 +67,6 @@ def follow_class(trainer: type) -> None:
         # Compared with itself, because functools.wraps copies such a mark to whatever wraps the function again.
         if fit is not None and issubclass(kind, FollowedFit) and getattr(fit, _ITSELF, None) is not fit:
             setattr(kind, FIT, _followed(fit))
-
-
-def explain_unfollowable(method: Any) -> str | None:
-    """Why a method returns before its work is done, so that its end cannot be noticed; None if it does not."""
-    function = inspect.unwrap(method) if callable(method) else method
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return "is asynchronous, so that rollouts are made for later steps"
-    return "is a generator, which does nothing by itself" if inspect.isgeneratorfunction(function) else None
-
-
-def find_fit(trainer: type) -> Any:
-    """The ``fit`` of a trainer that is not the one above."""
-    return next((vars(kind)[FIT] for kind in trainer.__mro__ if kind is not FollowedFit and FIT in vars(kind)), None)
 
 
 def _followed(fit: Any) -> Any:

@@ -1,133 +1,170 @@
-"""Where verl's trainers generate, version by version. A trainer or version without a known place is refused.
+"""What the V0 mixins use of verl's ``RayPPOTrainer``, and how versions of verl differ in it.
 
-A seam also knows how its version can be made to start no inference engine: by settings alone, which differ, and with
-those only that the version knows, because its workers refuse others.
+Where verl has no setting for something, or its workers refuse one that they do not know, another way is taken; which
+one is found out by looking at verl.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import dataclasses
+import inspect
+from typing import Any, Protocol
 
 from omegaconf import DictConfig, ListConfig, open_dict
+from verl import DataProto
 
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
-from verl_rollout_skip.trainers.fit import explain_unfollowable
+from verl_rollout_skip.trainers import compat
+from verl_rollout_skip.trainers.compat import Need
 
-_METHODS = ("init_workers", "fit", "_load_checkpoint", "_get_gen_batch")
-
-
-@dataclass(frozen=True)
-class Seam:
-    """The object whose ``generate_sequences`` a trainer calls for its rollout step, since verl 0.7.1."""
-
-    attribute: str = "async_rollout_manager"
-    takes_weight_sync: bool = True
-    """Whether a class that sends no weights can be named in ``rollout.checkpoint_manager_class``."""
-    takes_libraries: bool = True
-    """Whether several modules can be named in ``model.external_lib``."""
-
-    @property
-    def description(self) -> str:
-        return f"self.{self.attribute}.generate_sequences"
-
-    def generator(self, trainer: Any) -> Any:
-        found = getattr(trainer, self.attribute, None)
-        if found is None or not hasattr(found, "generate_sequences"):
-            raise UnsupportedTrainerError(
-                f"{type(trainer).__name__} has no {self.description} after init_workers, so its rollout step cannot be "
-                "recorded or replayed."
-            )
-        return found
-
-    def without_engine(self, config: DictConfig, loads_rewards: bool) -> DictConfig:
-        """A copy of a training's configuration that starts no inference engine."""
-        from verl_rollout_skip.trainers.engine import without_engine
-
-        changed = without_engine(config, loads_rewards)
-        rollout, model = changed.actor_rollout_ref.rollout, changed.actor_rollout_ref.model
-        with open_dict(changed):
-            if not self.takes_weight_sync:
-                rollout.pop("checkpoint_manager_class")
-            if not self.takes_libraries:
-                model.external_lib = _only(model.external_lib)
-        return changed
-
-    def stop_weight_syncs(self, trainer: Any) -> None:
-        """For a trainer that was made with the configuration of ``without_engine``, after ``init_workers``."""
-        from verl_rollout_skip.trainers.engine import NoWeightSync
-
-        if not self.takes_weight_sync:
-            trainer.checkpoint_manager = NoWeightSync(config=None, actor_wg=None, replicas=[])
+TESTED = ("0.9.1", "0.9.0", "0.8.0", "0.7.1", "0.6.1")
+_SUPPORTED = (
+    f"RayPPOTrainer of verl {', '.join(TESTED)} and trainers derived from it that generate step by step, such as "
+    "RayDAPOTrainer of verl-recipe; for verl's V1 trainers use verl_rollout_skip.v1"
+)
 
 
-@dataclass(frozen=True)
-class OldSeam(Seam):
-    """verl 0.6.1, where the workers generate (``rollout.mode`` sync) or agent loops do, and both fetch the weights."""
+class HostTrainer(Protocol):
+    """What ``RolloutSkipMixin`` expects of the trainer that it is put before."""
 
-    takes_weight_sync: bool = False
-    takes_libraries: bool = False
+    config: DictConfig
+    tokenizer: Any
+    train_dataloader: Any
+    total_training_steps: int
+    actor_rollout_wg: Any
+    checkpoint_manager: Any
 
-    @property
-    def description(self) -> str:
-        return "self.actor_rollout_wg.generate_sequences or self.async_rollout_manager.generate_sequences"
+    def init_workers(self) -> None: ...
 
-    def generator(self, trainer: Any) -> Any:
-        uses_agent_loops = getattr(trainer, "async_rollout_mode", False)
-        return Seam("async_rollout_manager" if uses_agent_loops else "actor_rollout_wg").generator(trainer)
+    def fit(self) -> Any: ...
 
-    def without_engine(self, config: DictConfig, loads_rewards: bool) -> DictConfig:
-        changed = super().without_engine(config, loads_rewards)
-        rollout = changed.actor_rollout_ref.rollout
-        with open_dict(changed):
-            # This version names the manager of its agent loops in the code, but it can manage none of them.
+    def _load_checkpoint(self) -> Any: ...
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto: ...
+
+
+class DynamicSamplingHost(HostTrainer, Protocol):
+    """What ``DynamicSampling`` expects besides, from verl 0.7.1 on."""
+
+    global_steps: int
+    async_rollout_manager: Any
+    kl_ctrl_in_reward: Any
+    use_rm: bool
+
+    def _create_dataloader(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _update_actor(self, batch: DataProto) -> DataProto: ...
+
+    def _update_critic(self, batch: DataProto) -> DataProto: ...
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, Any]: ...
+
+    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto: ...
+
+    def _compute_reward_colocate(self, batch: DataProto) -> Any: ...
+
+
+NEEDS = (
+    Need("init_workers", "to replace the object that generates"),
+    Need("fit", "to notice the end of the training", positional=None),
+    Need("_load_checkpoint", "to tell a resumed training from one that skips a step"),
+    Need("_get_gen_batch", "to record the answers that fit keeps beside the prompts", ("batch",)),
+)
+_GENERATE = Need("generate_sequences", "to record or replace a rollout", ("prompts",))
+
+
+def check_trainer(trainer: type) -> None:
+    """Raise if a trainer has not what is needed, before anything is made; warn if its verl is not a tested one."""
+    compat.check_trainer(trainer, NEEDS, _SUPPORTED)
+    compat.warn_if_untested(TESTED, "the V0 trainers")
+
+
+def generator_name(trainer: Any) -> str:
+    """The attribute of a trainer that generates. Up to verl 0.6.1 that may be the workers (``rollout.mode=sync``)."""
+    return "async_rollout_manager" if getattr(trainer, "async_rollout_mode", True) else "actor_rollout_wg"
+
+
+def find_generator(trainer: Any) -> Any:
+    """The object whose ``generate_sequences`` a trainer calls for its rollout step, after ``init_workers``."""
+    name = generator_name(trainer)
+    found = getattr(trainer, name, None)
+    reason = _GENERATE.explain_mismatch(getattr(found, _GENERATE.name, None))
+    if reason is not None:
+        raise UnsupportedTrainerError(
+            f"{type(trainer).__name__} cannot be recorded or replayed: after init_workers, looking at self.{name}, "
+            f"{reason}. verl {compat.verl_version()} is installed; supported are {_SUPPORTED}."
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the installed verl lets be said by settings. Its workers refuse a setting that they do not know."""
+
+    weight_sync: bool
+    """A class that sends no weights, in ``rollout.checkpoint_manager_class``; not before verl 0.9.0."""
+    agent_loop_manager: bool
+    """A class in ``rollout.agent.agent_loop_manager_class``; not before verl 0.7.1."""
+    several_libraries: bool
+    """Several modules in ``model.external_lib``; not before verl 0.9.0."""
+
+
+def look_at_settings() -> Settings:
+    from verl.workers import config
+
+    return Settings(
+        weight_sync="checkpoint_manager_class" in _types(config, "RolloutConfig") and _makes_weight_sync_as_here(),
+        agent_loop_manager="agent_loop_manager_class" in _types(config, "AgentLoopConfig"),
+        several_libraries=_takes_lists(_types(config, "HFModelConfig").get("external_lib")),
+    )
+
+
+def without_engine(config: DictConfig, loads_rewards: bool) -> DictConfig:
+    """A copy of a training's configuration with which the installed verl starts no inference engine."""
+    known = look_at_settings()
+    changed = compat.import_engine().without_engine(config, loads_rewards)
+    rollout, model = changed.actor_rollout_ref.rollout, changed.actor_rollout_ref.model
+    with open_dict(changed):
+        if not known.weight_sync:
+            rollout.pop("checkpoint_manager_class")
+        if not known.several_libraries:
+            model.external_lib = _only(model.external_lib)
+        if not known.agent_loop_manager:
+            # The manager of the agent loops is named in verl's code, but it can manage none of them.
             rollout.mode = "async"
             rollout.agent.num_workers = 0
             rollout.agent.pop("agent_loop_manager_class")
-        return changed
-
-    def stop_weight_syncs(self, trainer: Any) -> None:
-        pass  # nobody generates, so nobody fetches them
+    return changed
 
 
-SEAMS = {
-    "0.9.1": Seam(),
-    # Their weight sync is made with arguments of other names, and the settings of their models want one module.
-    "0.8.0": Seam(takes_weight_sync=False, takes_libraries=False),
-    "0.7.1": Seam(takes_weight_sync=False, takes_libraries=False),
-    "0.6.1": OldSeam(),
-}
+def stop_weight_syncs(trainer: Any) -> None:
+    """For a trainer that was made with the configuration of ``without_engine``, after ``init_workers``."""
+    # Where there is no such manager, the engine fetches the weights itself, and there is none.
+    if getattr(trainer, "checkpoint_manager", None) is not None and not look_at_settings().weight_sync:
+        trainer.checkpoint_manager = compat.import_engine().NoWeightSync(config=None, actor_wg=None, replicas=[])
 
 
-def find_seam(trainer: type) -> Seam:
-    """Where this trainer generates, or an error that names what is supported."""
-    import verl
+def _makes_weight_sync_as_here() -> bool:
+    from verl.checkpoint_engine import CheckpointEngineManager
 
-    if verl.__version__ not in SEAMS:
+    kinds = (CheckpointEngineManager, compat.import_engine().NoWeightSync)
+    wanted, own = (inspect.signature(kind).parameters for kind in kinds)
+    return list(wanted) == list(own)
+
+
+def _types(module: Any, name: str) -> dict[str, Any]:
+    """The settings that a class of verl's configuration knows, with their types."""
+    kind = getattr(module, name, None)
+    if not dataclasses.is_dataclass(kind):
         raise UnsupportedTrainerError(
-            f"verl {verl.__version__} is installed, and where its trainers generate is known here for "
-            f"{', '.join(SEAMS)} only. Install one of these, or a later version of verl-rollout-skip."
+            f"verl {compat.verl_version()} has no {name} in {module.__name__}, which is needed to replay without an "
+            "inference engine. Use rollout_skip.engine=on."
         )
-    for method in _METHODS:
-        own = [vars(kind)[method] for kind in trainer.__mro__ if method in vars(kind) and _is_of_a_trainer(kind)]
-        if not own:
-            _refuse(trainer, f"it has no {method}")
-        reason = explain_unfollowable(own[0])
-        if reason is not None:
-            _refuse(trainer, f"its {method} {reason}")
-    return SEAMS[verl.__version__]
+    return {field.name: field.type for field in dataclasses.fields(kind)}
 
 
-def _is_of_a_trainer(kind: type) -> bool:
-    return not kind.__module__.startswith("verl_rollout_skip.trainers.")
-
-
-def _refuse(trainer: type, reason: str) -> None:
-    raise UnsupportedTrainerError(
-        f"{trainer.__name__} cannot be recorded or replayed: {reason}. Supported are RayPPOTrainer of verl "
-        f"{', '.join(SEAMS)} and trainers derived from it that generate step by step, such as RayDAPOTrainer of "
-        "verl-recipe; for verl's V1 trainers use verl_rollout_skip.v1."
-    )
+def _takes_lists(hint: Any) -> bool:
+    return any(word in str(hint) for word in ("Any", "list", "List", "Sequence"))
 
 
 def _only(libraries: Any) -> str:

@@ -13,16 +13,20 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from verl import DataProto
 from verl.trainer.ppo.core_algos import kl_penalty
 
 from verl_rollout_skip.errors import ConfigError, RolloutSkipError, UnsupportedTrainerError
 from verl_rollout_skip.prompts import UID
+
+if TYPE_CHECKING:
+    from verl_rollout_skip.trainers.v0.compat import DynamicSamplingHost
+else:
+    DynamicSamplingHost = object
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +49,14 @@ class Gathered:
         return len(self.timings)
 
 
-class DynamicSampling:
+class DynamicSampling(DynamicSamplingHost):
     """To be named before a trainer: adds ``algorithm.filter_groups`` to it."""
 
-    config: DictConfig
     train_dataloader: Any
     async_rollout_manager: Any
 
     def _create_dataloader(self, *args: Any, **kwargs: Any) -> None:
-        super()._create_dataloader(*args, **kwargs)  # type: ignore[misc]
+        super()._create_dataloader(*args, **kwargs)
         if self._filters_groups():
             self.train_dataloader = GatheringLoader(self, self.train_dataloader)
 
@@ -72,15 +75,15 @@ class DynamicSampling:
         return bool(groups.enable)
 
     def init_workers(self) -> None:
-        super().init_workers()  # type: ignore[misc]
+        super().init_workers()
         if self._filters_groups():
             self.async_rollout_manager = HandOver(self, self.async_rollout_manager)
 
     def _update_actor(self, batch: DataProto) -> DataProto:
-        return self._with_gen_batches(super()._update_actor(batch))  # type: ignore[misc]
+        return self._with_gen_batches(super()._update_actor(batch))
 
     def _update_critic(self, batch: DataProto) -> DataProto:
-        return self._with_gen_batches(super()._update_critic(batch))  # type: ignore[misc]
+        return self._with_gen_batches(super()._update_critic(batch))
 
     def _with_gen_batches(self, output: DataProto) -> DataProto:
         """The only ways from here into the metrics of a step are the outputs of its updates."""
@@ -92,7 +95,7 @@ class DynamicSampling:
 class HandOver:
     """Stands before the generating manager and gives ``fit`` the rows that were generated for its prompts."""
 
-    def __init__(self, trainer: Any, manager: Any) -> None:
+    def __init__(self, trainer: DynamicSamplingHost, manager: Any) -> None:
         self.manager = manager
         self.gen_batches = 0
         self._trainer = trainer
@@ -146,7 +149,7 @@ class GatheringLoader:
     not full at the end of one goes on in the next.
     """
 
-    def __init__(self, trainer: Any, loader: Any) -> None:
+    def __init__(self, trainer: DynamicSamplingHost, loader: Any) -> None:
         self._trainer = trainer
         self._loader = loader
         self._config = trainer.config
@@ -249,7 +252,7 @@ class GatheringLoader:
 class GroupMetric:
     """``algorithm.filter_groups.metric``: what the responses to a prompt must differ in for it to be kept."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: DynamicSamplingHost) -> None:
         self._trainer = trainer
         self._config = trainer.config.algorithm
         self._name = self._config.filter_groups.get("metric")
@@ -287,7 +290,7 @@ class GroupMetric:
         return scores.sum(dim=-1).numpy()
 
 
-def with_rewards(trainer: Any, rows: DataProto) -> DataProto:
+def with_rewards(trainer: DynamicSamplingHost, rows: DataProto) -> DataProto:
     """A reward model that shares its devices with the engine is asked after the generation, as fit does it."""
     if not trainer.use_rm or "rm_scores" in rows.batch:
         return rows

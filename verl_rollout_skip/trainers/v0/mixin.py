@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 
 from verl_rollout_skip.config import SkipConfig, take_out_skip_keys
-from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
+from verl_rollout_skip.errors import InertError
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode, Reward
-from verl_rollout_skip.rollout import RolloutSkip
-from verl_rollout_skip.samples import SampleLog
 from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint, first_step
-from verl_rollout_skip.trainers.fit import FollowedFit, follow_class, warn_outside_fit
-from verl_rollout_skip.trainers.v0.compat import Seam, find_seam
+from verl_rollout_skip.trainers.base import SkipMixin
+from verl_rollout_skip.trainers.fit import warn_outside_fit
+from verl_rollout_skip.trainers.v0 import compat
 from verl_rollout_skip.trainers.v0.driver_batch import DriverBatch
 from verl_rollout_skip.trainers.v0.reward import recompute_rewards
 from verl_rollout_skip.trainers.weights import DeferredWeightSync
@@ -37,30 +35,22 @@ def _as_v0(config: DictConfig) -> DictConfig:
     return config
 
 
-class RolloutSkipMixin(FollowedFit):
+if TYPE_CHECKING:
+    from verl_rollout_skip.trainers.v0.compat import HostTrainer
+else:
+    HostTrainer = object  # the trainer comes after the mixin in a class of the user
+
+
+class RolloutSkipMixin(SkipMixin, HostTrainer):
     """To be named before the trainer: ``class MyTrainer(RolloutSkipMixin, RayPPOTrainer)``."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        places = {kind: place for place, kind in enumerate(cls.__mro__)}
-        for kind, place in places.items():
-            if place < places[RolloutSkipMixin] and not issubclass(kind, RolloutSkipMixin) and "fit" in vars(kind):
-                raise UnsupportedTrainerError(
-                    f"{cls.__name__} names {kind.__name__} before RolloutSkipMixin, whose methods then never run. "
-                    f"Write class {cls.__name__}(RolloutSkipMixin, {kind.__name__})."
-                )
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        show_messages()
-        follow_class(type(self))
         config: DictConfig = kwargs["config"] if "config" in kwargs else args[0]
         if SkipConfig.from_config(config).mode is not Mode.OFF:
-            self._seam: Seam = find_seam(type(self))
+            compat.check_trainer(type(self))
             config = _as_v0(config)
-        self.rollout_skip = RolloutSkip.open(config, trainer=type(self))
+        self._open_rollout_skip(config)
         self._driver_batch: DriverBatch | None = None
-        self._weight_sync = None
-        self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)
         self._gen_batches = 0
         self._loading = False
         self._has_begun = False
@@ -77,22 +67,22 @@ class RolloutSkipMixin(FollowedFit):
     # The rollout step
 
     def init_workers(self) -> None:
-        super().init_workers()  # type: ignore[misc]
+        super().init_workers()
         settings = self.rollout_skip.settings
-        if settings.mode is Mode.OFF:
+        if not self._is_on:
             return
-        manager = self._seam.generator(self)
+        manager = compat.find_generator(self)
         self._generate = manager.generate_sequences
         manager.generate_sequences = self._rollout_step
         self._watch_updates()
         if not settings.starts_engine:
-            self._seam.stop_weight_syncs(self)
+            compat.stop_weight_syncs(self)
         elif settings.mode.reads and getattr(self, "checkpoint_manager", None) is not None:
-            self._weight_sync = DeferredWeightSync(self.checkpoint_manager)  # type: ignore[attr-defined]
+            self._weight_sync = DeferredWeightSync(self.checkpoint_manager)
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        gen_batch: DataProto = super()._get_gen_batch(batch)  # type: ignore[misc]
-        samples = self.config.actor_rollout_ref.rollout.n  # type: ignore[attr-defined]
+        gen_batch: DataProto = super()._get_gen_batch(batch)
+        samples = self.config.actor_rollout_ref.rollout.n
         self._driver_batch = DriverBatch(batch, gen_batch, samples)
         return gen_batch
 
@@ -113,7 +103,7 @@ class RolloutSkipMixin(FollowedFit):
         if rollout.hit:
             self.rollout_skip.count_wait(rollout, time.perf_counter() - started)
         if key.gen_batch == 0:
-            self._samples.log(key.step, rollout.batch, self.tokenizer)  # type: ignore[attr-defined]
+            self._samples.log(key.step, rollout.batch, self.tokenizer)
         return rollout.batch
 
     def _generate_now(self, prompts: DataProto) -> DataProto:
@@ -142,7 +132,7 @@ class RolloutSkipMixin(FollowedFit):
     def _load_checkpoint(self) -> Any:
         self._loading = True
         try:
-            return super()._load_checkpoint()  # type: ignore[misc]
+            return super()._load_checkpoint()
         finally:
             self._loading = False
 
@@ -154,7 +144,7 @@ class RolloutSkipMixin(FollowedFit):
         take_out_skip_keys(config)
         settings = self.rollout_skip.settings
         if not settings.starts_engine:
-            config = self._seam.without_engine(config, settings.loads_rewards)
+            config = compat.without_engine(config, settings.loads_rewards)
         return config
 
     def _check_recorded_steps(self) -> None:
@@ -162,10 +152,10 @@ class RolloutSkipMixin(FollowedFit):
         mode = self.rollout_skip.settings.mode
         if mode is Mode.OFF:
             return
-        trainer = self.config.trainer  # type: ignore[attr-defined]
-        steps_in_data = len(self.train_dataloader) * trainer.total_epochs  # type: ignore[attr-defined]
-        last = min(self.total_training_steps, steps_in_data)  # type: ignore[attr-defined]
-        filters = OmegaConf.select(self.config, "algorithm.filter_groups.enable")  # type: ignore[attr-defined]
+        trainer = self.config.trainer
+        steps_in_data = len(self.train_dataloader) * trainer.total_epochs
+        last = min(self.total_training_steps, steps_in_data)
+        filters = OmegaConf.select(self.config, "algorithm.filter_groups.enable")
         if filters and mode is Mode.REPLAY:
             # How many steps the data is enough for is not known before. The recorded training may have come to its end.
             last = min(last, max((key.step for key in self.rollout_skip.recorded_keys()), default=0))
@@ -175,7 +165,7 @@ class RolloutSkipMixin(FollowedFit):
 
     def _watch_updates(self) -> None:
         """Notice a step that trains on something else before it does, whatever its loop looks like."""
-        workers = self.actor_rollout_wg  # type: ignore[attr-defined]
+        workers = self.actor_rollout_wg
         update = workers.update_actor
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -189,6 +179,7 @@ class RolloutSkipMixin(FollowedFit):
             return
         raise InertError(
             f"Step {self.global_steps} has no rollout step that goes through {type(self).__name__}: its loop "
-            f"generates in another way than by {self._seam.description}, so nothing is recorded or replayed. Derive "
-            "from a trainer whose loop does, or call RolloutSkip.step in your own loop (docs/configuration.md)."
+            f"generates in another way than by self.{compat.generator_name(self)}.generate_sequences, so nothing is "
+            "recorded or replayed. Derive from a trainer whose loop does, or call RolloutSkip.step in your own loop "
+            "(docs/configuration.md)."
         )

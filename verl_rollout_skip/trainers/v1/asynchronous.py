@@ -18,8 +18,8 @@ from verl_rollout_skip.missing import places
 from verl_rollout_skip.modes import Mode
 from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.trainers.plugin import MODES
-from verl_rollout_skip.trainers.v1.compat import SKIP, SYNC
-from verl_rollout_skip.trainers.v1.sampled import PARTITION, waiting_prompts
+from verl_rollout_skip.trainers.v1.compat import PARTITION, SKIP, SYNC, add_eviction_metrics
+from verl_rollout_skip.trainers.v1.sampled import waiting_prompts
 
 _MODE = "trainer.v1.trainer_mode"
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
@@ -114,11 +114,9 @@ def restored_prompts(forget_trajectories: bool) -> TensorDict | None:
 
 def joined(prepared: dict[str, Any], sampled: dict[str, Any]) -> dict[str, Any]:
     """The metrics of a sample together with those of prompts that were evicted before, while the step was prepared."""
-    from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
-
     if not prepared:
         return dict(sampled)
     metrics = dict(prepared)
     count = next((value for name, value in sampled.items() if name.endswith("/off_policy/evicted_samples")), 0)
-    _accumulate_eviction_metrics(metrics, sampled, count)
+    add_eviction_metrics(metrics, sampled, count)
     return metrics

@@ -1,38 +1,128 @@
-"""Which of verl's V1 trainers a class is made of."""
+"""What the V1 mixin uses of verl's ``PPOTrainer``, its replay buffer and TransferQueue, private names included."""
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
+import transfer_queue as tq
 from omegaconf import DictConfig
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
 
 from verl_rollout_skip.errors import UnsupportedTrainerError
-from verl_rollout_skip.trainers.fit import explain_unfollowable, find_fit
+from verl_rollout_skip.trainers import compat
+from verl_rollout_skip.trainers.compat import Need
 from verl_rollout_skip.trainers.plugin import MODES
 
 SYNC = "sync"
 SKIP = "skip_"
-SUPPORTED = "0.9.1"
+PARTITION = "train"
+"""Where TransferQueue keeps the prompts and trajectories of a training."""
+
+TESTED = ("0.9.1", "0.9.0")
+_SUPPORTED = f"the V1 trainers of verl {', '.join(TESTED)} and trainers derived from them"
 
 
-def check_bases(trainer: type, mixin: type) -> None:
-    """Raise if a trainer is named before the mixin, whose methods would then never run."""
-    places = {kind: place for place, kind in enumerate(trainer.__mro__)}
-    for kind, place in places.items():
-        if place < places[mixin] and not issubclass(kind, mixin) and "fit" in vars(kind):
-            named = next((base for base in trainer.__bases__ if issubclass(base, kind)), kind).__name__
-            raise TypeError(
-                f"{trainer.__name__} names {named} before {mixin.__name__}, whose methods then never run. "
-                f"Write class {trainer.__name__}({mixin.__name__}, {named})."
-            )
+class HostTrainer(Protocol):
+    """What ``RolloutSkipMixin`` expects of the trainer that it is put before."""
+
+    config: DictConfig
+    tokenizer: Any
+    trainer_mode: str
+    global_steps: int
+    steps_per_epoch: int
+    total_training_steps: int
+    parameter_sync_step: int
+    replay_buffer: Any
+    train_dataloader: Any
+    checkpoint_manager: Any
+
+    def __init__(self, config: DictConfig) -> None: ...
+
+    def fit(self, agent_loop_manager: Any) -> Any: ...
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> KVBatchMeta: ...
+
+    def prepare_step(self) -> dict[str, Any]: ...
+
+    def get_reward_handles(self) -> Any: ...
+
+    def _fetch_one_gen_batch(self) -> TensorDict: ...
+
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int: ...
+
+    def _reissue_inflight_prompts(self, partition_id: str = PARTITION) -> int: ...
+
+    def _build_replay_buffer(self) -> Any: ...
+
+    def _init_dataloader(self) -> None: ...
+
+    def _setup(self) -> None: ...
+
+    def _validate(self) -> dict[str, float]: ...
+
+    def _save_checkpoint(self) -> None: ...
 
 
-def check_fit(trainer: type) -> None:
-    """Raise if the end of a training cannot be noticed."""
-    reason = explain_unfollowable(find_fit(trainer))
-    if reason is not None:
-        raise UnsupportedTrainerError(
-            f"{trainer.__name__} cannot be recorded or replayed: its fit {reason}. Give it a fit that returns when the "
-            "training is done."
-        )
+NEEDS = (
+    Need("fit", "to notice the end of the training", positional=None),
+    Need("step", "to notice a step that samples in another way", ("metrics", "timing_raw")),
+    Need("_build_replay_buffer", "to replace what is sampled"),
+    Need("_fetch_one_gen_batch", "to draw the prompts that a recorded step drew"),
+    Need("_submit_batch_to_rollout", "to hold prompts back that are not generated", ("batch",)),
+    Need("_reissue_inflight_prompts", "to follow prompts that come with a checkpoint", ("partition_id",)),
+    Need("_init_dataloader", "to compare the steps of the training with those that are recorded"),
+    Need("_setup", "to start no inference engine, or to put off its weights"),
+    Need("_validate", "to send weights before a validation"),
+    Need("_save_checkpoint", "to save a dataloader that was drawn from ahead"),
+)
+# prepare_step is overridden too, but verl 0.9.0 does without it.
+
+_SAMPLE = Need("sample", "to record or replace a rollout", keywords=("global_steps", "partition_id", "batch_size"))
+
+_QUEUE = (
+    Need("kv_batch_put", "to put a recorded batch back", keywords=("keys", "partition_id", "fields", "tags")),
+    Need("kv_batch_get", "to record a batch", keywords=("keys", "partition_id", "select_fields")),
+    Need("kv_list", "to see which prompts wait", ("partition",)),
+    Need("kv_clear", "to remove prompts that are not in flight any more", keywords=("keys", "partition_id")),
+    Need("get_client", "to see which rows have a field"),
+)
+_CLIENT = (
+    Need("kv_retrieve_meta", "to record a batch", ("self",), ("keys", "partition_id", "create")),
+    Need("get_production_status", "to see which rows have a field", ("self",), ("data_fields", "partition_id")),
+    Need("_get_partition_meta", "to see which fields there are", ("self", "partition")),
+    Need("_run_coroutine", "to see which fields there are", ("self", "coroutine")),
+)
+
+
+def check_trainer(trainer: type) -> None:
+    """Raise if a trainer or TransferQueue has not what is needed; warn if the installed verl is not a tested one."""
+    compat.check_trainer(trainer, NEEDS, _SUPPORTED)
+    advice = f"Supported are {_SUPPORTED}, with the TransferQueue that they ask for."
+    compat.check_functions(tq, "TransferQueue", _QUEUE, advice)
+    compat.check_functions(tq.TransferQueueClient, "TransferQueueClient", _CLIENT, advice)
+    compat.warn_if_untested(TESTED, "the V1 trainers")
+
+
+def check_replay_buffer(buffer: Any) -> None:
+    """Raise if a replay buffer is not sampled from in the known way."""
+    compat.check_functions(buffer, type(buffer).__name__, [_SAMPLE], f"Supported are {_SUPPORTED}.")
+
+
+def base_mode(trainer: type) -> str:
+    """The trainer mode under which verl knows the trainer that a class adds recorded rollouts to."""
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from verl_rollout_skip.trainers.v1.mixin import RolloutSkipMixin
+
+    names = {kind: name for name, kind in TRAINER_REGISTRY.items()}
+    for kind in trainer.__mro__:
+        if kind in names and not issubclass(kind, RolloutSkipMixin):
+            return names[kind]
+    raise UnsupportedTrainerError(
+        f"{trainer.__name__} has none of verl's V1 trainers among its bases ({', '.join(sorted(TRAINER_REGISTRY))}). "
+        f"Write class {trainer.__name__}(RolloutSkipMixin, PPOTrainerSync), or register your own trainer first."
+    )
 
 
 def use_skip_trainer(config: DictConfig) -> None:
@@ -43,23 +133,14 @@ def use_skip_trainer(config: DictConfig) -> None:
         config.trainer.v1.trainer_mode = mode
 
 
-def base_mode(trainer: type) -> str:
-    """The trainer mode under which verl knows the trainer that a class adds recorded rollouts to."""
-    import verl
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+def field_names(partition: str) -> list[str]:
+    """The fields that any row of a partition of TransferQueue has."""
+    client = tq.get_client()
+    return list(client._run_coroutine(client._get_partition_meta(partition)).field_names)
 
-    from verl_rollout_skip.trainers.v1.mixin import RolloutSkipMixin
 
-    if verl.__version__ != SUPPORTED:
-        raise UnsupportedTrainerError(
-            f"verl {verl.__version__} is installed, and where its V1 trainers generate is known here for {SUPPORTED} "
-            "only. Install that one, or a later version of verl-rollout-skip."
-        )
-    names = {kind: name for name, kind in TRAINER_REGISTRY.items()}
-    for kind in trainer.__mro__:
-        if kind in names and not issubclass(kind, RolloutSkipMixin):
-            return names[kind]
-    raise UnsupportedTrainerError(
-        f"{trainer.__name__} has none of verl's V1 trainers among its bases ({', '.join(sorted(TRAINER_REGISTRY))}). "
-        f"Write class {trainer.__name__}(RolloutSkipMixin, PPOTrainerSync), or register your own trainer first."
-    )
+def add_eviction_metrics(metrics: dict[str, Any], more: dict[str, Any], count: int) -> None:
+    """Combine metrics of evicted prompts as the replay buffer does."""
+    from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
+
+    _accumulate_eviction_metrics(metrics, more, count)

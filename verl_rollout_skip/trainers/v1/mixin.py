@@ -12,27 +12,26 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from verl_rollout_skip.config import BLOCK, take_out_skip_keys
+from verl_rollout_skip.config import BLOCK, SkipConfig, take_out_skip_keys
 from verl_rollout_skip.errors import InertError, RolloutSkipError, UnsupportedTrainerError
 from verl_rollout_skip.history import LEARNED_FROM
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode, Reward
 from verl_rollout_skip.outcome import Rollout
 from verl_rollout_skip.prompts import UID, OtherInput, row_difference
-from verl_rollout_skip.rollout import RolloutSkip
-from verl_rollout_skip.samples import SampleLog
 from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint, first_step
 from verl_rollout_skip.store.loaded import LoadedEntry
-from verl_rollout_skip.trainers.fit import FollowedFit, follow_class, warn_outside_fit
-from verl_rollout_skip.trainers.v1 import asynchronous, reward, sampled
-from verl_rollout_skip.trainers.v1.compat import SYNC, base_mode, check_bases, check_fit
+from verl_rollout_skip.trainers.base import SkipMixin
+from verl_rollout_skip.trainers.compat import import_engine
+from verl_rollout_skip.trainers.fit import warn_outside_fit
+from verl_rollout_skip.trainers.v1 import asynchronous, compat, reward, sampled
+from verl_rollout_skip.trainers.v1.compat import PARTITION, SYNC
 from verl_rollout_skip.trainers.v1.dataloader import PushBack
 from verl_rollout_skip.trainers.v1.in_flight import InFlight
 from verl_rollout_skip.trainers.v1.metrics import of_step
@@ -41,18 +40,20 @@ from verl_rollout_skip.trainers.weights import DeferredWeightSync
 logger = logging.getLogger(__name__)
 
 
-class RolloutSkipMixin(FollowedFit):
+if TYPE_CHECKING:
+    from verl_rollout_skip.trainers.v1.compat import HostTrainer
+else:
+    HostTrainer = object  # the trainer comes after the mixin in a class of the user
+
+
+class RolloutSkipMixin(SkipMixin, HostTrainer):
     """To be named before the trainer: ``class MyTrainer(RolloutSkipMixin, PPOTrainerSync)``."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        check_bases(cls, RolloutSkipMixin)
-
     def __init__(self, config: DictConfig) -> None:
-        show_messages()
-        follow_class(type(self))
-        mode = base_mode(type(self))
-        self.rollout_skip = RolloutSkip.open(copy.deepcopy(config), trainer=type(self))
+        mode = compat.base_mode(type(self))
+        if SkipConfig.from_config(config).mode is not Mode.OFF:
+            compat.check_trainer(type(self))
+        self._open_rollout_skip(copy.deepcopy(config))
         if not self._is_on:
             reason = f"{BLOCK}.mode is off" if BLOCK in config else f"the configuration has no block {BLOCK}"
             logger.info(
@@ -65,19 +66,15 @@ class RolloutSkipMixin(FollowedFit):
             )
         reward.check_settings(self.rollout_skip.settings, config)
         asynchronous.check_sources(self.rollout_skip, mode)
-        if self._is_on:
-            check_fit(type(self))
         if mode != SYNC:
             asynchronous.check_settings(self.rollout_skip.settings)
             self.rollout_skip.way_on = asynchronous.way_on(config)
-        self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)
         self._in_flight = InFlight()
         self._push_back = PushBack()
         self._held: list[TensorDict] = []
         self._prepared: dict[str, Any] = {}
         self._generating = False
         self._never_sent = 0
-        self._weight_sync = None
         self._last_key = RolloutKey(0)
         self._step_metrics: list[dict[str, float]] = []
         # In place, because verl makes the agent loops from the object that it gave us; and it picks settings by the
@@ -86,6 +83,7 @@ class RolloutSkipMixin(FollowedFit):
         with open_dict(config):
             config.trainer.v1.trainer_mode = mode
         if not self.rollout_skip.settings.starts_engine:
+            import_engine()
             from verl_rollout_skip.trainers.v1.engine import remove_engine
 
             remove_engine(config, self.rollout_skip.settings.loads_rewards)
@@ -93,15 +91,11 @@ class RolloutSkipMixin(FollowedFit):
             asynchronous.keep_roles(config)
         if self.rollout_skip.settings.mode.reads:
             self.rollout_skip.prefetch_first(first_step(config.trainer))
-        super().__init__(config)  # type: ignore[call-arg]
-
-    @property
-    def _is_on(self) -> bool:
-        return self.rollout_skip.settings.mode is not Mode.OFF
+        super().__init__(config)
 
     @property
     def _is_sync(self) -> bool:
-        return bool(self.trainer_mode == SYNC)  # type: ignore[attr-defined]
+        return bool(self.trainer_mode == SYNC)
 
     @property
     def _holds_back(self) -> bool:
@@ -112,35 +106,36 @@ class RolloutSkipMixin(FollowedFit):
 
     def _fetch_one_gen_batch(self) -> TensorDict:
         chunk = self._push_back.next()
-        return super()._fetch_one_gen_batch() if chunk is None else chunk  # type: ignore[misc]
+        return super()._fetch_one_gen_batch() if chunk is None else chunk
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         if not self._is_on:
-            return super()._submit_batch_to_rollout(batch)  # type: ignore[misc]
+            return super()._submit_batch_to_rollout(batch)
         self._in_flight.add(batch)
         if self._generating or not self._holds_back:
-            return super()._submit_batch_to_rollout(batch)  # type: ignore[misc]
+            return super()._submit_batch_to_rollout(batch)
         if self._is_sync:
             self._held.append(batch)
         else:
-            asynchronous.register(batch, self.global_steps)  # type: ignore[attr-defined]
+            asynchronous.register(batch, self.global_steps)
         return len(batch)
 
     def prepare_step(self) -> dict[str, Any]:
-        self._prepared = super().prepare_step()  # type: ignore[misc]
+        self._prepared = super().prepare_step()
         return self._prepared
 
-    def _reissue_inflight_prompts(self, partition_id: str = sampled.PARTITION) -> int:
+    def _reissue_inflight_prompts(self, partition_id: str = PARTITION) -> int:
         """A checkpoint of an asynchronous training brought its prompts in flight with it."""
         if self._is_on and not self._is_sync:
             self._in_flight.restore(asynchronous.restored_prompts(forget_trajectories=self._holds_back))
-        return 0 if self._holds_back else super()._reissue_inflight_prompts(partition_id)  # type: ignore[misc]
+        return 0 if self._holds_back else super()._reissue_inflight_prompts(partition_id)
 
     # Sampling
 
     def _build_replay_buffer(self) -> Any:
-        buffer = super()._build_replay_buffer()  # type: ignore[misc]
+        buffer = super()._build_replay_buffer()
         if self._is_on:
+            compat.check_replay_buffer(buffer)
             self._sample = buffer.sample
             buffer.sample = self._rollout_step
         return buffer
@@ -148,7 +143,7 @@ class RolloutSkipMixin(FollowedFit):
     def _rollout_step(
         self, global_steps: int, partition_id: str, batch_size: int
     ) -> tuple[KVBatchMeta, dict[str, Any]]:
-        if partition_id != sampled.PARTITION:
+        if partition_id != PARTITION:
             return self._sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
         warn_outside_fit(self)
         started = time.perf_counter()
@@ -163,7 +158,7 @@ class RolloutSkipMixin(FollowedFit):
         return self._generate(key, batch_size) if rollout is None else self._put(rollout, started)
 
     def _next_key(self) -> RolloutKey:
-        step, last = self.global_steps, self._last_key  # type: ignore[attr-defined]
+        step, last = self.global_steps, self._last_key
         self._last_key = RolloutKey(step, last.gen_batch + 1 if step == last.step else 0)
         return self._last_key
 
@@ -187,8 +182,8 @@ class RolloutSkipMixin(FollowedFit):
             if len(drawn) >= len(recorded):
                 break
             compared = len(drawn)
-            dataloader = self.train_dataloader  # type: ignore[attr-defined]
-            fetch = super()._fetch_one_gen_batch  # type: ignore[misc]
+            dataloader = self.train_dataloader
+            fetch = super()._fetch_one_gen_batch
             self._in_flight.add(self._push_back.draw(fetch, dataloader.state_dict))
         if len(drawn) != len(recorded):
             raise OtherInput(
@@ -224,7 +219,7 @@ class RolloutSkipMixin(FollowedFit):
         ahead = self._push_back.keep()
         if not self._is_sync:
             for chunk in ahead:
-                asynchronous.register(chunk, self.global_steps)  # type: ignore[attr-defined]
+                asynchronous.register(chunk, self.global_steps)
             asynchronous.clear(self._in_flight.uids(sample.gone))
         self._held.clear()
         self._in_flight.settle(sample.gone)
@@ -237,7 +232,7 @@ class RolloutSkipMixin(FollowedFit):
         if self._never_sent:
             raise UnsupportedTrainerError(
                 f"{key} is to be generated, and {self._never_sent} prompts are left over from the loaded steps before: "
-                f"{type(self.replay_buffer).__name__} keeps prompts from step to step, "  # type: ignore[attr-defined]
+                f"{type(self.replay_buffer).__name__} keeps prompts from step to step, "
                 "so loaded and generated steps cannot follow each other exactly. Use mode replay or refresh."
             )
         if self._weight_sync is not None:
@@ -246,11 +241,11 @@ class RolloutSkipMixin(FollowedFit):
         self._generating = True
         try:
             for held in self._held:
-                super()._submit_batch_to_rollout(held)  # type: ignore[misc]
+                super()._submit_batch_to_rollout(held)
             self._held.clear()
             batch, metrics = self._sample(
-                global_steps=self.global_steps,  # type: ignore[attr-defined]
-                partition_id=sampled.PARTITION,
+                global_steps=self.global_steps,
+                partition_id=PARTITION,
                 batch_size=batch_size,
             )
         finally:
@@ -293,53 +288,53 @@ class RolloutSkipMixin(FollowedFit):
 
     def _log_samples(self, batch: TensorDict) -> None:
         if self._last_key.gen_batch == 0:
-            self._samples.log(self._last_key.step, batch, self.tokenizer)  # type: ignore[attr-defined]
+            self._samples.log(self._last_key.step, batch, self.tokenizer)
 
     # The course of a training
 
     def _init_dataloader(self) -> None:
-        super()._init_dataloader()  # type: ignore[misc]
+        super()._init_dataloader()
         if self._is_on:
-            trainer = self.config.trainer  # type: ignore[attr-defined]
-            in_data = self.steps_per_epoch * trainer.total_epochs  # type: ignore[attr-defined]
-            last = min(self.total_training_steps, in_data)  # type: ignore[attr-defined]
+            trainer = self.config.trainer
+            in_data = self.steps_per_epoch * trainer.total_epochs
+            last = min(self.total_training_steps, in_data)
             steps = TrainingSteps(last, find_checkpoint(trainer))
-            check_steps(self.rollout_skip, steps, self.parameter_sync_step)  # type: ignore[attr-defined]
+            check_steps(self.rollout_skip, steps, self.parameter_sync_step)
             if not self._is_sync:
                 asynchronous.check_steps(self.rollout_skip, steps.range)
 
     def _setup(self) -> None:
         settings = self.rollout_skip.settings
         if settings.starts_engine:
-            super()._setup()  # type: ignore[misc]
+            super()._setup()
             if settings.mode.reads and self._is_sync:
-                self._weight_sync = DeferredWeightSync(self.checkpoint_manager)  # type: ignore[attr-defined]
+                self._weight_sync = DeferredWeightSync(self.checkpoint_manager)
         else:
             from verl_rollout_skip.trainers.v1.engine import NoReplicas, remove_transport
 
-            remove_transport(self.config)  # type: ignore[attr-defined]
-            super()._setup()  # type: ignore[misc]
+            remove_transport(self.config)
+            super()._setup()
             for manager in ("checkpoint_manager", "standalone_checkpoint_manager"):
                 if hasattr(self, manager):
                     setattr(self, manager, NoReplicas())
 
     def _validate(self) -> dict[str, float]:
         if self._weight_sync is None:
-            return super()._validate()  # type: ignore[misc]
+            return super()._validate()
         with self._weight_sync.suspended():
-            return super()._validate()  # type: ignore[misc]
+            return super()._validate()
 
     def _save_checkpoint(self) -> None:
-        with self._push_back.undrawn(self.train_dataloader):  # type: ignore[attr-defined]
-            super()._save_checkpoint()  # type: ignore[misc]
+        with self._push_back.undrawn(self.train_dataloader):
+            super()._save_checkpoint()
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> KVBatchMeta:
         self._step_metrics = []
-        batch: KVBatchMeta = super().step(metrics, timing_raw)  # type: ignore[misc]
-        if self._is_on and self._last_key.step != self.global_steps:  # type: ignore[attr-defined]
+        batch: KVBatchMeta = super().step(metrics, timing_raw)
+        if self._is_on and self._last_key.step != self.global_steps:
             raise InertError(
-                f"Step {self.global_steps} went by without a sample of "  # type: ignore[attr-defined]
-                f"{type(self.replay_buffer).__name__} through {type(self).__name__}, so "  # type: ignore[attr-defined]
+                f"Step {self.global_steps} went by without a sample of "
+                f"{type(self.replay_buffer).__name__} through {type(self).__name__}, so "
                 "nothing is recorded or replayed: its loop samples in another way than by self.replay_buffer.sample."
             )
         metrics.update(of_step(self._step_metrics))

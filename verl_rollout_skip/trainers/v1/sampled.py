@@ -21,8 +21,7 @@ from verl_rollout_skip.prompts import UID, OtherInput
 from verl_rollout_skip.store.codec import cells
 from verl_rollout_skip.store.codec.batch import BatchKind
 from verl_rollout_skip.store.loaded import LoadedEntry
-
-PARTITION = "train"
+from verl_rollout_skip.trainers.v1.compat import PARTITION, field_names
 
 # The key of a trajectory is "{uid}_{session}_{index}"; the uids of a recording are replaced by a place (see InFlight).
 PLACE, SESSION, INDEX, TAG, SAMPLE = "tq_place", "tq_session", "tq_index", "tq_tag", "tq_sample"
@@ -191,9 +190,8 @@ def _fields(batch: KVBatchMeta, wanted: Collection[str] | None) -> tuple[list[st
     """
     client, partition = tq.get_client(), batch.partition_id
     asked = client.kv_retrieve_meta(keys=batch.keys, partition_id=partition, create=False)
-    known = client._run_coroutine(client._get_partition_meta(partition)).field_names
     common, partial = [name for name in asked.field_names if wanted is None or name in wanted], {}
-    for name in known:
+    for name in field_names(partition):
         if name in asked.field_names or (wanted is not None and name not in wanted):
             continue
         indexes, filled = client.get_production_status(data_fields=[name], partition_id=partition)

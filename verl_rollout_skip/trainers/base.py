@@ -1,0 +1,52 @@
+"""``SkipMixin``: what the mixins of both trainer families share.
+
+It opens the recording before the trainer is made, follows ``fit``, and refuses a class whose bases are in an order in
+which nothing would be recorded or replayed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_rollout_skip.errors import UnsupportedTrainerError
+from verl_rollout_skip.messages import show_messages
+from verl_rollout_skip.modes import Mode
+from verl_rollout_skip.rollout import RolloutSkip
+from verl_rollout_skip.samples import SampleLog
+from verl_rollout_skip.trainers.fit import FIT, FollowedFit, follow_class
+
+_MIXIN = "RolloutSkipMixin"
+
+
+class SkipMixin(FollowedFit):
+    """Name a mixin before the trainer: ``class MyTrainer(RolloutSkipMixin, RayPPOTrainer)``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_base_order(cls)
+
+    def _open_rollout_skip(self, config: DictConfig) -> None:
+        """Read the settings, compare them with what is recorded, and create or find the folder of the run."""
+        show_messages()
+        follow_class(type(self))
+        self.rollout_skip = RolloutSkip.open(config, trainer=type(self))
+        self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)
+        self._weight_sync = None
+
+    @property
+    def _is_on(self) -> bool:
+        return self.rollout_skip.settings.mode is not Mode.OFF
+
+
+def _check_base_order(trainer: type) -> None:
+    """Raise if a trainer is named before the mixin, whose methods would then never run."""
+    before = trainer.__mro__[: trainer.__mro__.index(SkipMixin)]
+    for kind in before:
+        if FIT in vars(kind) and not issubclass(kind, SkipMixin):
+            named = next((base for base in trainer.__bases__ if issubclass(base, kind)), kind).__name__
+            raise UnsupportedTrainerError(
+                f"{trainer.__name__} names {named} before {_MIXIN}, whose methods then never run. "
+                f"Write class {trainer.__name__}({_MIXIN}, {named})."
+            )

@@ -1,0 +1,143 @@
+"""Looks whether the installed verl has what this package uses, instead of comparing its version.
+
+Each trainer family lists what it uses in a ``compat`` module of its own. What is missing, or is called in another way
+than here, is an error that says who needs it; a version that nobody has tested yet is a warning.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from verl_rollout_skip.errors import UnsupportedTrainerError
+
+logger = logging.getLogger(__name__)
+
+_OWN_CODE = "verl_rollout_skip.trainers."
+
+
+@dataclass(frozen=True)
+class Need:
+    """A function that is called or overridden here, the arguments of that call, and what it is needed for.
+
+    ``positional`` is None for a function whose arguments are handed on as they come.
+    """
+
+    name: str
+    purpose: str
+    positional: tuple[str, ...] | None = ()
+    keywords: tuple[str, ...] = ()
+
+    def explain_mismatch(self, function: Any) -> str | None:
+        """Why a function is not what is needed; None if it is."""
+        if not callable(function):
+            return f"it has no {self.name}, which RolloutSkipMixin needs {self.purpose}"
+        if self.positional is None:
+            return None
+        try:
+            signature = inspect.signature(function)
+        except ValueError:
+            return None  # a function without a signature can only be tried
+        try:
+            signature.bind(*self.positional, **dict.fromkeys(self.keywords))
+        except TypeError as error:
+            call = ", ".join([*self.positional, *(f"{name}=" for name in self.keywords)])
+            return f"its {self.name} takes {signature}, but RolloutSkipMixin needs ({call}) {self.purpose} ({error})"
+        return None
+
+
+# What trainers.engine overrides, so that nothing is started and no weights are gathered.
+_OF_THE_ENGINE = {
+    "AgentLoopManager": (Need("_init_agent_loop_workers", "to start no agent loops", ("self",)),),
+    "RolloutReplica": (
+        Need("launch_servers", "to start no server", ("self",)),
+        Need("init_standalone", "to start no server", ("self",)),
+    ),
+    "BaseRollout": (Need("update_weights", "to gather no weights", ("self", "weights")),),
+}
+
+
+def check_trainer(trainer: type, needs: Iterable[Need], supported: str) -> None:
+    """Raise if the trainer that a mixin is put before lacks a method, or has it with other parameters."""
+    reasons = [reason for need in needs if (reason := _explain_method(trainer, need)) is not None]
+    if reasons:
+        raise UnsupportedTrainerError(
+            f"{trainer.__name__} cannot be recorded or replayed: {'; '.join(reasons)}. verl {verl_version()} is "
+            f"installed; supported are {supported}."
+        )
+
+
+def check_functions(owner: Any, name: str, needs: Iterable[Need], advice: str) -> None:
+    """Raise if a class, module or object lacks a function, or has it with other parameters.
+
+    Functions of a class are looked at as they are there, so their calls begin with ``self``.
+    """
+    for need in needs:
+        reason = need.explain_mismatch(getattr(owner, need.name, None))
+        if reason is not None:
+            raise UnsupportedTrainerError(f"{name} of verl {verl_version()} cannot be used: {reason}. {advice}")
+
+
+def warn_if_untested(tested: Sequence[str], family: str) -> None:
+    """Say that nobody has tried the installed version of verl, which has everything that is needed."""
+    version = verl_version()
+    if version not in tested:
+        logger.warning(
+            "verl %s is installed. It has what %s need, but tested are verl %s: compare the metrics of a short replay "
+            "with those of its recording before you rely on it",
+            *(version, family, ", ".join(tested)),
+        )
+
+
+def import_engine() -> ModuleType:
+    """The module with the engine that generates nothing; raises if the installed verl has no place for it."""
+    advice = "Use rollout_skip.engine=on, which starts the inference engine although nothing is generated."
+    try:
+        engine = import_module("verl_rollout_skip.trainers.engine")
+    except ImportError as error:
+        raise UnsupportedTrainerError(
+            f"A replay without an inference engine is not possible with verl {verl_version()}: {error}. {advice}"
+        ) from error
+    for kind, needs in _OF_THE_ENGINE.items():
+        check_functions(getattr(engine, kind), kind, needs, advice)
+    return engine
+
+
+def register_rollout(name: str, rollout: str, replica: type) -> None:
+    """Make an engine known to verl under a ``rollout.name``. For the part that is in the training workers, named by its
+    path, verl has no function."""
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    _ROLLOUT_REGISTRY[(name, "async")] = rollout
+    RolloutReplicaRegistry.register(name, lambda: replica)
+
+
+def verl_version() -> str:
+    import verl
+
+    return str(verl.__version__)
+
+
+def _explain_method(trainer: type, need: Need) -> str | None:
+    """Look at the method below the mixin, which is the one that it calls."""
+    kinds = [kind for kind in trainer.__mro__ if not kind.__module__.startswith(_OWN_CODE)]
+    method: Any = next((vars(kind)[need.name] for kind in kinds if need.name in vars(kind)), None)
+    reason = _explain_unfollowable(method)
+    if reason is not None:
+        return f"its {need.name} {reason}"
+    bound = method.__get__(object(), trainer) if hasattr(method, "__get__") else method
+    return need.explain_mismatch(bound)
+
+
+def _explain_unfollowable(method: Any) -> str | None:
+    """Why a method returns before its work is done, so that its end cannot be noticed; None if it does not."""
+    function = inspect.unwrap(method) if callable(method) else method
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "is asynchronous, so that rollouts are made for later steps"
+    return "is a generator, which does nothing by itself" if inspect.isgeneratorfunction(function) else None
