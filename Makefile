@@ -59,21 +59,36 @@ test-all: setup browser ## run every test at full depth: all trainings, fault st
 test-rest: setup browser ## run what test-all adds to test
 	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile=full $(TESTS) $(PYTEST_ARGS)
 
-# Older versions of verl have an environment each. numpy 2, pyarrow 22 and transformers 5 came after them.
-VERSIONS ?= 0.8.0 0.7.1 0.6.1
-OLD := 'numpy<2' 'pyarrow<22' 'transformers<5' cachetools fastapi openai uvicorn hypothesis pytest pytest-mock pytest-timeout psutil
+# Other versions of verl have an environment each; VERL_SOURCE=/path tests a checkout of it instead.
+VERL_SOURCE ?=
+VERSIONS ?= $(if $(VERL_SOURCE),source,0.9.0 0.8.0 0.7.1 0.6.1)
+BEFORE_0_9 := 0.8.% 0.7.% 0.6.%
+# numpy 2, pyarrow 22 and transformers 5 came after verl 0.8; TransferQueue and V1 trainers came with verl 0.9.
+OLD := 'numpy<2' 'pyarrow<22' 'transformers<5'
+NEW := TransferQueue pyzmq msgspec
+TOOLS := cachetools fastapi openai uvicorn hypothesis pytest pytest-mock pytest-timeout psutil
+V1_TESTS := $(wildcard tests/unit/test_v1_*.py tests/integration/test_v1_*.py)
 
 .PRECIOUS: .venv-verl-%/.ready
 .venv-verl-%/.ready: setup.cfg
 	@$(INSTALL) .venv-verl-$* '$(TORCH), into .venv-verl-$*' '$(TORCH)'
-	@$(INSTALL) .venv-verl-$* 'verl $*' '$(TORCH)' 'verl==$*' $(OLD) -e .
+	@$(INSTALL) .venv-verl-$* 'verl $*' '$(TORCH)' 'verl==$*' $(if $(filter $(BEFORE_0_9),$*),$(OLD),$(NEW)) $(TOOLS) -e .
 	@touch $@
 
-test-versions: $(VERSIONS:%=.venv-verl-%/.ready) ## run the training loops of older versions of verl (VERSIONS)
-	@for version in $(VERSIONS); do \
-		echo "==> verl $$version"; \
-		OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-verl-$$version/bin/python -m pytest tests/driver $(PYTEST_ARGS) || exit 1; \
-	done
+# A checkout changes, so it is installed each time.
+.PHONY: .venv-verl-source/.ready
+.venv-verl-source/.ready:
+	@test -f '$(VERL_SOURCE)/setup.py' || { echo 'VERL_SOURCE=$(VERL_SOURCE) is not a checkout of verl' >&2; exit 1; }
+	@$(INSTALL) .venv-verl-source '$(TORCH), into .venv-verl-source' '$(TORCH)'
+	@$(INSTALL) .venv-verl-source 'verl of $(VERL_SOURCE)' '$(TORCH)' '$(VERL_SOURCE)' $(NEW) $(TOOLS) -e .
+	@$(INSTALL) .venv-verl-source 'its newest files' --force-reinstall --no-deps '$(VERL_SOURCE)'
+
+test-versions: $(VERSIONS:%=test-verl-%) ## run the training loops of other versions of verl (VERSIONS, or VERL_SOURCE=/path)
+
+test-verl-%: .venv-verl-%/.ready
+	@echo '==> verl $*'
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-verl-$*/bin/python -m pytest tests/driver \
+		$(if $(filter $(BEFORE_0_9),$*),,$(V1_TESTS)) $(PYTEST_ARGS)
 
 # The report is tested in a real browser.
 browser:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ class DriverOnly:
 
 
 class PaddedBatches:
-    """verl 0.8.0 takes the padding out of what it gives to its workers by flash_attn, which needs a GPU: not here."""
+    """verl 0.8.0 and 0.9.0 take the padding out of what they give to their workers by flash_attn, which needs a GPU: not
+    here."""
 
     workers: Workers
 
@@ -106,8 +108,13 @@ class Listening:
 
 def on_stand_ins(trainer: type) -> type:
     """A trainer of the installed verl, or one that is derived from it, as far as it runs without GPUs."""
-    bases = {(0, 6): (DriverOnly,), (0, 8): (DriverOnly, Listening, PaddedBatches)}
-    return type(f"DriverOnly{trainer.__name__}", (*bases.get(VERL[:2], (DriverOnly, Listening)), trainer), {})
+    listening = () if VERL < (0, 7) else (Listening,)
+    padded = (PaddedBatches,) if _needs_flash_attn() else ()
+    return type(f"DriverOnly{trainer.__name__}", (DriverOnly, *listening, *padded, trainer), {})
+
+
+def _needs_flash_attn() -> bool:
+    return VERL >= (0, 8) and not hasattr(import_module("verl.utils.attention_utils"), "_fallback_unpad_input")
 
 
 VerlTrainer = on_stand_ins(RayPPOTrainer)
