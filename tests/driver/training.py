@@ -75,8 +75,7 @@ class DriverOnly:
 
 
 class PaddedBatches:
-    """verl 0.8.0 and 0.9.0 take the padding out of what they give to their workers by flash_attn, which needs a GPU: not
-    here."""
+    """verl 0.8.0 and 0.9.0 unpad what they send to their workers with flash_attn, which needs a GPU: not here."""
 
     workers: Workers
 
