@@ -6,10 +6,12 @@ which nothing would be recorded or replayed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig
 
+from verl_rollout_skip.config import SkipConfig
 from verl_rollout_skip.errors import UnsupportedTrainerError
 from verl_rollout_skip.messages import show_messages
 from verl_rollout_skip.modes import Mode
@@ -27,10 +29,13 @@ class SkipMixin(FollowedFit):
         super().__init_subclass__(**kwargs)
         _check_base_order(cls)
 
-    def _open_rollout_skip(self, config: DictConfig) -> None:
-        """Read the settings, compare them with what is recorded, and create or find the folder of the run."""
+    def _open_rollout_skip(self, config: DictConfig, check_trainer: Callable[[type], None]) -> None:
+        """Read the settings and compare them with what is recorded. Raises where a training could not work, before
+        anything is started."""
         show_messages()
         follow_class(type(self))
+        if SkipConfig.from_config(config).mode is not Mode.OFF:
+            check_trainer(type(self))
         self.rollout_skip = RolloutSkip.open(config, trainer=type(self))
         self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)
         self._weight_sync = None

@@ -47,9 +47,8 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config: DictConfig = kwargs["config"] if "config" in kwargs else args[0]
         if SkipConfig.from_config(config).mode is not Mode.OFF:
-            compat.check_trainer(type(self))
             config = _as_v0(config)
-        self._open_rollout_skip(config)
+        self._open_rollout_skip(config, compat.check_trainer)
         self._driver_batch: DriverBatch | None = None
         self._gen_batches = 0
         self._loading = False

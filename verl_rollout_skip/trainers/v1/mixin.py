@@ -18,7 +18,7 @@ from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from verl_rollout_skip.config import BLOCK, SkipConfig, take_out_skip_keys
+from verl_rollout_skip.config import BLOCK, take_out_skip_keys
 from verl_rollout_skip.errors import InertError, RolloutSkipError, UnsupportedTrainerError
 from verl_rollout_skip.history import LEARNED_FROM
 from verl_rollout_skip.key import RolloutKey
@@ -51,9 +51,7 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         mode = compat.base_mode(type(self))
-        if SkipConfig.from_config(config).mode is not Mode.OFF:
-            compat.check_trainer(type(self))
-        self._open_rollout_skip(copy.deepcopy(config))
+        self._open_rollout_skip(copy.deepcopy(config), compat.check_trainer)
         if not self._is_on:
             reason = f"{BLOCK}.mode is off" if BLOCK in config else f"the configuration has no block {BLOCK}"
             logger.info(
