@@ -7,14 +7,14 @@ training whose configuration does not ask for them never gets to notice any of i
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
+
+from verl_rollout_skip.trainers.import_hook import call_after_import
 
 MODES = {
     "skip_sync": "SkipPPOTrainerSync",
@@ -45,9 +45,10 @@ def offer_trainers(module: Any) -> None:
             _register_trainers(name)
         return find(name)
 
-    for home in (module, sys.modules.get(find.__module__)):
+    homes: list[Any] = [module, sys.modules.get(find.__module__)]
+    for home in homes:
         if getattr(home, "get_trainer_cls", None) is find:
-            home.get_trainer_cls = find_or_register  # type: ignore[union-attr]
+            home.get_trainer_cls = find_or_register
 
 
 def _register_trainers(mode: str) -> None:
@@ -65,9 +66,10 @@ def _register_trainers(mode: str) -> None:
 
 def guard_trainer(trainer: Any, advise: Advise) -> None:
     """Let a trainer of verl refuse a configuration that asks for recorded rollouts, which it knows nothing of."""
-    if not isinstance(trainer, type):
+    if not inspect.isclass(trainer):
         return
-    make = trainer.__init__  # type: ignore[misc]
+    kind: Any = trainer
+    make = kind.__init__
 
     @functools.wraps(make)
     def make_or_refuse(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,7 +77,7 @@ def guard_trainer(trainer: Any, advise: Advise) -> None:
             _refuse_skip(type(self).__name__, _config_of(args, kwargs), advise)
         make(self, *args, **kwargs)
 
-    trainer.__init__ = make_or_refuse  # type: ignore[misc]
+    kind.__init__ = make_or_refuse
 
 
 def guard_v0(module: Any) -> None:
@@ -152,55 +154,6 @@ def _advise_v1(who: str, config: Any) -> str:
 
 def _advise_fully_async(who: str, config: Any) -> str:
     return "Use trainer.v1.trainer_mode=skip_separate_async instead."
-
-
-# Noticing an import
-
-
-class _Watcher:
-    """A finder that finds nothing itself: it has functions called with a module as soon as that is imported."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, list[Callable[[Any], None]]] = {}
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in self.calls or self not in sys.meta_path:
-            return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
-            if spec is not None:
-                return _watched(spec)
-        return None
-
-
-def _watched(spec: ModuleSpec) -> ModuleSpec:
-    if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
-        loader: Any = copy.copy(spec.loader)  # another module may have the same one
-        loader.exec_module = functools.partial(_exec_module, loader)
-        spec.loader = loader
-    return spec
-
-
-def _exec_module(loader: Any, module: ModuleType) -> None:
-    del loader.exec_module  # what is left is Python's own loader
-    loader.exec_module(module)
-    for call in _watcher.calls.pop(module.__name__, []):
-        call(module)
-
-
-_watcher = _Watcher()
-
-
-def call_after_import(name: str, call: Callable[[Any], None]) -> None:
-    """Call a function with a module, now or when it is imported."""
-    if name in sys.modules:
-        call(sys.modules[name])
-        return
-    if _watcher not in sys.meta_path:
-        sys.meta_path.insert(0, _watcher)
-    _watcher.calls.setdefault(name, []).append(call)
 
 
 call_after_import("verl.trainer.ppo.v1", offer_trainers)

@@ -17,7 +17,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from verl_rollout_skip.errors import ConfigError, InertError
-from verl_rollout_skip.trainers import plugin
+from verl_rollout_skip.trainers import import_hook, plugin
 
 TRAINERS = "trainers_of_a_test"
 
@@ -33,7 +33,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    plugin._watcher.calls.pop(f"{TRAINERS}.v1", None)
+    import_hook._watcher.calls.pop(f"{TRAINERS}.v1", None)
     for name in [name for name in sys.modules if name.startswith(TRAINERS)]:
         del sys.modules[name]
 
@@ -48,7 +48,7 @@ def config(**changes: Any) -> DictConfig:
 
 def test_a_function_is_called_when_a_module_is_imported_and_not_before(package: Path) -> None:
     found: list[Any] = []
-    plugin.call_after_import(f"{TRAINERS}.v1", lambda module: found.append(module.names))
+    import_hook.call_after_import(f"{TRAINERS}.v1", lambda module: found.append(module.names))
     importlib.import_module(TRAINERS)
     assert found == []
     module = importlib.import_module(f"{TRAINERS}.v1")
@@ -60,13 +60,13 @@ def test_a_function_is_called_when_a_module_is_imported_and_not_before(package: 
 def test_a_module_that_is_imported_already_is_taken_at_once(package: Path) -> None:
     found: list[ModuleType] = []
     module = importlib.import_module(f"{TRAINERS}.v1")
-    plugin.call_after_import(f"{TRAINERS}.v1", found.append)
+    import_hook.call_after_import(f"{TRAINERS}.v1", found.append)
     assert found == [module]
 
 
 def test_a_module_that_could_not_be_imported_is_noticed_when_it_can_be(package: Path) -> None:
     found: list[Any] = []
-    plugin.call_after_import(f"{TRAINERS}.v1", lambda module: found.append(module.names))
+    import_hook.call_after_import(f"{TRAINERS}.v1", lambda module: found.append(module.names))
     file = package / TRAINERS / "v1.py"
     works = file.read_text()
     file.write_text("import something_that_is_not_installed\n")
@@ -80,7 +80,7 @@ def test_a_module_that_could_not_be_imported_is_noticed_when_it_can_be(package: 
 
 @pytest.mark.parametrize("is_imported", [False, True])
 def test_the_spec_of_a_watched_module_can_be_copied_and_pickled(package: Path, is_imported: bool) -> None:
-    plugin.call_after_import(f"{TRAINERS}.v1", lambda module: None)
+    import_hook.call_after_import(f"{TRAINERS}.v1", lambda module: None)
     spec = importlib.util.find_spec(f"{TRAINERS}.v1")
     if is_imported:
         spec = importlib.import_module(f"{TRAINERS}.v1").__spec__
@@ -93,7 +93,7 @@ def test_the_spec_of_a_watched_module_can_be_copied_and_pickled(package: Path, i
 
 def test_an_imported_module_has_the_loader_that_it_would_have_without_the_plugin(package: Path) -> None:
     plain = importlib.import_module(TRAINERS).__loader__
-    plugin.call_after_import(f"{TRAINERS}.v1", lambda module: None)
+    import_hook.call_after_import(f"{TRAINERS}.v1", lambda module: None)
     loader = importlib.import_module(f"{TRAINERS}.v1").__loader__
     assert type(loader) is type(plain)
     assert vars(loader).keys() == vars(plain).keys()
@@ -102,8 +102,8 @@ def test_an_imported_module_has_the_loader_that_it_would_have_without_the_plugin
 def test_a_module_that_is_watched_can_be_looked_up_and_run_as_a_program(package: Path) -> None:
     script = (
         "import runpy, importlib.util\n"
-        "from verl_rollout_skip.trainers import plugin\n"
-        f"plugin.call_after_import('{TRAINERS}.v1', lambda module: print('imported', module.names))\n"
+        "from verl_rollout_skip.trainers import import_hook\n"
+        f"import_hook.call_after_import('{TRAINERS}.v1', lambda module: print('imported', module.names))\n"
         f"assert importlib.util.find_spec('{TRAINERS}.v1').origin.endswith('v1.py')\n"
         f"runpy.run_module('{TRAINERS}.v1', run_name='__main__')\n"
         f"import {TRAINERS}.v1\n"

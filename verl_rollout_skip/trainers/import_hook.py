@@ -1,0 +1,61 @@
+"""``call_after_import``: lets the plugin change a module of verl as soon as that is imported.
+
+verl loads plugins at the end of ``import verl``, before its trainers are imported, and has no other place for a plugin
+to be called from. Importing the trainers then would cost every process of verl seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class _Watcher:
+    """A finder that finds nothing itself: it has functions called with a module as soon as that is imported."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Callable[[Any], None]]] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.calls or self not in sys.meta_path:
+            return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                return _watched(spec)
+        return None
+
+
+def _watched(spec: ModuleSpec) -> ModuleSpec:
+    if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
+        loader: Any = copy.copy(spec.loader)  # another module may have the same one
+        loader.exec_module = functools.partial(_exec_module, loader)
+        spec.loader = loader
+    return spec
+
+
+def _exec_module(loader: Any, module: ModuleType) -> None:
+    del loader.exec_module  # what is left is Python's own loader
+    loader.exec_module(module)
+    for call in _watcher.calls.pop(module.__name__, []):
+        call(module)
+
+
+_watcher = _Watcher()
+
+
+def call_after_import(name: str, call: Callable[[Any], None]) -> None:
+    """Call a function with a module, now or when it is imported."""
+    if name in sys.modules:
+        call(sys.modules[name])
+        return
+    if _watcher not in sys.meta_path:
+        sys.meta_path.insert(0, _watcher)
+    _watcher.calls.setdefault(name, []).append(call)
