@@ -201,5 +201,7 @@ def test_dynamic_sampling_is_refused_where_rollouts_come_without_rewards(trainin
     class SkipDapo(DynamicSampling, RolloutSkipMixin, VerlTrainer):  # type: ignore[misc, valid-type]
         pass
 
-    with pytest.raises(UnsupportedTrainerError, match=r"samples dynamically from verl 0\.7\.1 on.*recipe/dapo"):
+    with pytest.raises(
+        UnsupportedTrainerError, match=r"cannot sample dynamically: .*_update_actor.*verl 0\.7\.1 on.*recipe/dapo"
+    ):
         trainings.make("record", "algorithm.filter_groups.enable=True", trainer=SkipDapo)

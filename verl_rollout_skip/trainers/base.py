@@ -19,8 +19,6 @@ from verl_rollout_skip.rollout import RolloutSkip
 from verl_rollout_skip.samples import SampleLog
 from verl_rollout_skip.trainers.fit import FIT, FollowedFit, follow_class
 
-_MIXIN = "RolloutSkipMixin"
-
 
 class SkipMixin(FollowedFit):
     """Name a mixin before the trainer: ``class MyTrainer(RolloutSkipMixin, RayPPOTrainer)``."""
@@ -52,6 +50,6 @@ def _check_base_order(trainer: type) -> None:
         if FIT in vars(kind) and not issubclass(kind, SkipMixin):
             named = next((base for base in trainer.__bases__ if issubclass(base, kind)), kind).__name__
             raise UnsupportedTrainerError(
-                f"{trainer.__name__} names {named} before {_MIXIN}, whose methods then never run. "
-                f"Write class {trainer.__name__}({_MIXIN}, {named})."
+                f"{trainer.__name__} names {named} before RolloutSkipMixin, whose methods then never run. "
+                f"Write class {trainer.__name__}(RolloutSkipMixin, {named})."
             )

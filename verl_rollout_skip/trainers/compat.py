@@ -23,7 +23,7 @@ _OWN_CODE = "verl_rollout_skip.trainers."
 
 @dataclass(frozen=True)
 class Need:
-    """A function that is called or overridden here, the arguments of that call, and what it is needed for.
+    """A function that is called or overridden here, the arguments of that call, what it is needed for, and by whom.
 
     ``positional`` is None for a function whose arguments are handed on as they come.
     """
@@ -32,11 +32,12 @@ class Need:
     purpose: str
     positional: tuple[str, ...] | None = ()
     keywords: tuple[str, ...] = ()
+    user: str = "RolloutSkipMixin"
 
     def explain_mismatch(self, function: Any) -> str | None:
         """Why a function is not what is needed; None if it is."""
         if not callable(function):
-            return f"it has no {self.name}, which RolloutSkipMixin needs {self.purpose}"
+            return f"it has no {self.name}, which {self.user} needs {self.purpose}"
         if self.positional is None:
             return None
         try:
@@ -47,7 +48,7 @@ class Need:
             signature.bind(*self.positional, **dict.fromkeys(self.keywords))
         except TypeError as error:
             call = ", ".join([*self.positional, *(f"{name}=" for name in self.keywords)])
-            return f"its {self.name} takes {signature}, but RolloutSkipMixin needs ({call}) {self.purpose} ({error})"
+            return f"its {self.name} takes {signature}, but {self.user} needs ({call}) {self.purpose} ({error})"
         return None
 
 
@@ -62,12 +63,14 @@ _OF_THE_ENGINE = {
 }
 
 
-def check_trainer(trainer: type, needs: Iterable[Need], supported: str) -> None:
+def check_trainer(
+    trainer: type, needs: Iterable[Need], supported: str, impossible: str = "be recorded or replayed"
+) -> None:
     """Raise if the trainer that a mixin is put before lacks a method, or has it with other parameters."""
     reasons = [reason for need in needs if (reason := _explain_method(trainer, need)) is not None]
     if reasons:
         raise UnsupportedTrainerError(
-            f"{trainer.__name__} cannot be recorded or replayed: {'; '.join(reasons)}. verl {verl_version()} is "
+            f"{trainer.__name__} cannot {impossible}: {'; '.join(reasons)}. verl {verl_version()} is "
             f"installed; supported are {supported}."
         )
 

@@ -70,6 +70,15 @@ NEEDS = (
     Need("_load_checkpoint", "to tell a resumed training from one that skips a step"),
     Need("_get_gen_batch", "to record the answers that fit keeps beside the prompts", ("batch",)),
 )
+_SAMPLING = "DynamicSampling"
+DYNAMIC_SAMPLING_NEEDS = (
+    Need("_create_dataloader", "to generate before fit gets a batch", positional=None, user=_SAMPLING),
+    Need("_update_actor", "to report the number of generation batches", ("batch",), user=_SAMPLING),
+    Need("_update_critic", "to report the number of generation batches", ("batch",), user=_SAMPLING),
+    Need("_compute_old_log_prob", "to filter by rewards with a KL penalty", ("batch",), user=_SAMPLING),
+    Need("_compute_ref_log_prob", "to filter by rewards with a KL penalty", ("batch",), user=_SAMPLING),
+    Need("_compute_reward_colocate", "to filter by scores of a reward model", ("batch",), user=_SAMPLING),
+)
 _GENERATE = Need("generate_sequences", "to record or replace a rollout", ("prompts",))
 
 
@@ -77,6 +86,15 @@ def check_trainer(trainer: type) -> None:
     """Raise if a trainer has not what is needed, before anything is made; warn if its verl is not a tested one."""
     compat.check_trainer(trainer, NEEDS, _SUPPORTED)
     compat.warn_if_untested(TESTED, "the V0 trainers")
+
+
+def check_dynamic_sampling(trainer: type) -> None:
+    """Raise if a trainer has not what ``DynamicSampling`` needs."""
+    supported = (
+        "RayPPOTrainer from verl 0.7.1 on, where rollouts come with rewards; on an earlier one put RolloutSkipMixin "
+        "before the RayDAPOTrainer of its own recipe/dapo"
+    )
+    compat.check_trainer(trainer, DYNAMIC_SAMPLING_NEEDS, supported, impossible="sample dynamically")
 
 
 def generator_name(trainer: Any) -> str:

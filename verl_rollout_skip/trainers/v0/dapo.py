@@ -1,7 +1,7 @@
 """DAPO's dynamic sampling around the loop of verl's ``RayPPOTrainer``, which stays as it is.
 
 The train dataloader is replaced by one that generates, drops the prompts whose responses are all rewarded alike,
-gathers until a training batch is full, and only then gives ``fit`` the prompts that were kept. When ``fit`` asks for
+collects until a training batch is full, and only then gives ``fit`` the prompts that were kept. When ``fit`` asks for
 their responses it gets those that were generated already.
 """
 
@@ -20,8 +20,9 @@ import torch
 from verl import DataProto
 from verl.trainer.ppo.core_algos import kl_penalty
 
-from verl_rollout_skip.errors import ConfigError, RolloutSkipError, UnsupportedTrainerError
+from verl_rollout_skip.errors import ConfigError, RolloutSkipError
 from verl_rollout_skip.prompts import UID
+from verl_rollout_skip.trainers.v0.compat import check_dynamic_sampling
 
 if TYPE_CHECKING:
     from verl_rollout_skip.trainers.v0.compat import DynamicSamplingHost
@@ -35,7 +36,7 @@ _OF_THE_GENERATION = (UID, "priority", "__do_sample__")
 
 
 @dataclass
-class Gathered:
+class PendingStep:
     """What was generated for one training step so far: the prompts that were kept, and their rows."""
 
     prompts: list[dict[str, Any]] = field(default_factory=list)
@@ -58,7 +59,7 @@ class DynamicSampling(DynamicSamplingHost):
     def _create_dataloader(self, *args: Any, **kwargs: Any) -> None:
         super()._create_dataloader(*args, **kwargs)
         if self._filters_groups():
-            self.train_dataloader = GatheringLoader(self, self.train_dataloader)
+            self.train_dataloader = DynamicSamplingLoader(self, self.train_dataloader)
 
     def _filters_groups(self) -> bool:
         groups = self.config.algorithm.get("filter_groups")
@@ -67,17 +68,14 @@ class DynamicSampling(DynamicSamplingHost):
                 f"algorithm.filter_groups is not set, and {type(self).__name__} filters by it. Set "
                 "algorithm.filter_groups.{enable,metric,max_num_gen_batches}, as recipes/dapo does."
             )
-        if groups.enable and not hasattr(super(), "_update_actor"):
-            raise UnsupportedTrainerError(
-                f"{type(self).__name__} samples dynamically from verl 0.7.1 on, where rollouts come with rewards. With "
-                "this version put RolloutSkipMixin before the RayDAPOTrainer of its own recipe/dapo."
-            )
+        if groups.enable:
+            check_dynamic_sampling(type(self))
         return bool(groups.enable)
 
     def init_workers(self) -> None:
         super().init_workers()
         if self._filters_groups():
-            self.async_rollout_manager = HandOver(self, self.async_rollout_manager)
+            self.async_rollout_manager = PregeneratedRollouts(self, self.async_rollout_manager)
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         return self._with_gen_batches(super()._update_actor(batch))
@@ -87,12 +85,12 @@ class DynamicSampling(DynamicSamplingHost):
 
     def _with_gen_batches(self, output: DataProto) -> DataProto:
         """The only ways from here into the metrics of a step are the outputs of its updates."""
-        if isinstance(self.async_rollout_manager, HandOver):
+        if isinstance(self.async_rollout_manager, PregeneratedRollouts):
             output.meta_info["metrics"]["train/num_gen_batches"] = [self.async_rollout_manager.gen_batches]
         return output
 
 
-class HandOver:
+class PregeneratedRollouts:
     """Stands before the generating manager and gives ``fit`` the rows that were generated for its prompts."""
 
     def __init__(self, trainer: DynamicSamplingHost, manager: Any) -> None:
@@ -142,7 +140,7 @@ class HandOver:
                 )
 
 
-class GatheringLoader:
+class DynamicSamplingLoader:
     """Gives ``fit`` one batch for each training step, of prompts whose responses are there already.
 
     ``fit`` numbers the passes over its dataloader as epochs. A pass here is a pass over the data, and a step that is
@@ -155,7 +153,7 @@ class GatheringLoader:
         self._config = trainer.config
         self._epoch = 0
         self._pass = 0
-        self._gathered = Gathered()
+        self._pending = PendingStep()
         self._metric = GroupMetric(trainer)
 
     def __len__(self) -> int:
@@ -185,8 +183,8 @@ class GatheringLoader:
         if number >= self._epoch:  # otherwise a resumed training was further already
             for raw in self._loader:
                 self._generate(raw)
-                if self._gathered.kept >= self._config.data.train_batch_size:
-                    yield self._hand_over()
+                if self._pending.kept >= self._config.data.train_batch_size:
+                    yield self._finish_step()
                 else:
                     self._check_limit()
             self._epoch += 1
@@ -196,7 +194,7 @@ class GatheringLoader:
                 "the data of %d epochs is used up: the training ends after step %d of %d, without the validation and "
                 "checkpoint of a last step. %d prompts that were kept are too few for a step of %d and are left out",
                 *(self._epoch, self._trainer.global_steps - 1, self._trainer.total_training_steps),
-                *(self._gathered.kept, self._config.data.train_batch_size),
+                *(self._pending.kept, self._config.data.train_batch_size),
             )
 
     def _generate(self, raw: dict[str, Any]) -> None:
@@ -210,41 +208,41 @@ class GatheringLoader:
         prompts = prompts.repeat(repeat_times=samples, interleave=True)
         rows = trainer.async_rollout_manager.manager.generate_sequences(prompts)
         rows = with_rewards(trainer, rows)
-        self._gathered.timings.append(rows.meta_info.pop("timing", {}))
+        self._pending.timings.append(rows.meta_info.pop("timing", {}))
         kept = self._metric.with_variance(rows, samples)
         rows.pop(non_tensor_batch_keys=[key for key in _OF_THE_GENERATION if key in rows.non_tensor_batch])
         # A recorded batch may have taken the place of what the dataloader gave.
-        self._gathered.prompts.append({key: _column(key, batch, prompts, samples)[kept] for key in raw})
-        self._gathered.rows.append(
+        self._pending.prompts.append({key: _column(key, batch, prompts, samples)[kept] for key in raw})
+        self._pending.rows.append(
             rows.select_idxs(np.repeat(kept, samples) * samples + np.tile(range(samples), len(kept)))
         )
-        self._gathered.kept += len(kept)
-        self._gathered.seconds += time.perf_counter() - started
+        self._pending.kept += len(kept)
+        self._pending.seconds += time.perf_counter() - started
 
-    def _hand_over(self) -> dict[str, Any]:
-        gathered, self._gathered = self._gathered, Gathered()
+    def _finish_step(self) -> dict[str, Any]:
+        pending, self._pending = self._pending, PendingStep()
         size, samples = self._config.data.train_batch_size, self._config.actor_rollout_ref.rollout.n
-        prompts = {key: _joined([part[key] for part in gathered.prompts])[:size] for key in gathered.prompts[0]}
-        meta = dict(gathered.rows[0].meta_info)
-        for part in gathered.rows:
+        prompts = {key: _joined([part[key] for part in pending.prompts])[:size] for key in pending.prompts[0]}
+        meta = dict(pending.rows[0].meta_info)
+        for part in pending.rows:
             part.meta_info = {}
-        rows = DataProto.concat(gathered.rows).slice(0, size * samples)
-        rows.meta_info = {**meta, "timing": _summed(gathered)}
-        self._trainer.async_rollout_manager.keep(prompts, rows, gathered.gen_batches)
+        rows = DataProto.concat(pending.rows).slice(0, size * samples)
+        rows.meta_info = {**meta, "timing": _summed(pending)}
+        self._trainer.async_rollout_manager.keep(prompts, rows, pending.gen_batches)
         return prompts
 
     def _check_limit(self) -> None:
-        limit, done = self._config.algorithm.filter_groups.get("max_num_gen_batches") or 0, self._gathered.gen_batches
+        limit, done = self._config.algorithm.filter_groups.get("max_num_gen_batches") or 0, self._pending.gen_batches
         if limit <= 0 or done < limit:
             logger.info(
                 "step %d: %d of %d prompts after %d generation batches, more are needed",
-                *(self._trainer.global_steps, self._gathered.kept, self._config.data.train_batch_size, done),
+                *(self._trainer.global_steps, self._pending.kept, self._config.data.train_batch_size, done),
             )
             return
         raise ValueError(
             f"num_gen_batches={done} >= max_num_gen_batches={limit}. Generated too many. Please check if your data are "
             f"too difficult. You could also try set max_num_gen_batches=0 to enable endless trials. (Step "
-            f"{self._trainer.global_steps}: {self._gathered.kept} of {self._config.data.train_batch_size} prompts have "
+            f"{self._trainer.global_steps}: {self._pending.kept} of {self._config.data.train_batch_size} prompts have "
             f"responses that differ in {self._config.algorithm.filter_groups.metric!r}.)"
         )
 
@@ -318,13 +316,13 @@ def _joined(parts: list[Any]) -> Any:
     return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else np.concatenate(parts)
 
 
-def _summed(gathered: Gathered) -> dict[str, float]:
+def _summed(pending: PendingStep) -> dict[str, float]:
     """The timings of a step: those of its generation batches, and what fit could not measure itself."""
-    summed = {key: value for timing in gathered.timings for key, value in timing.items()}
+    summed = {key: value for timing in pending.timings for key, value in timing.items()}
     for key in summed:
-        values = [timing[key] for timing in gathered.timings if key in timing]
+        values = [timing[key] for timing in pending.timings if key in timing]
         if key in ("rollout_skip/hit", "rollout_skip/off_policy"):
             summed[key] = sum(values) / len(values)
         elif key in ("rollout_skip/load_s", "rollout_skip/saved_s"):
             summed[key] = sum(values)
-    return {**summed, "gen": gathered.seconds, "step": gathered.seconds}
+    return {**summed, "gen": pending.seconds, "step": pending.seconds}
