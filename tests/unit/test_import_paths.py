@@ -7,12 +7,14 @@ from importlib import import_module
 import pytest
 
 EARLIER = {
+    "verl_rollout_skip.mixin.RolloutSkipMixin": "verl_rollout_skip.trainers.v0.mixin",
     "verl_rollout_skip.runner.SkipTaskRunner": "verl_rollout_skip.trainers.runner",
     "verl_rollout_skip.runner.train": "verl_rollout_skip.trainers.runner",
     "verl_rollout_skip.trainers.SkipPPOTrainer": "verl_rollout_skip.trainers.v0.trainers",
     "verl_rollout_skip.trainers.SkipDAPOTrainer": "verl_rollout_skip.trainers.v0.trainers",
     "verl_rollout_skip.v1.RolloutSkipMixin": "verl_rollout_skip.trainers.v1.mixin",
     "verl_rollout_skip.v1.SkipPPOTrainerSync": "verl_rollout_skip.trainers.v1.trainers",
+    "verl_rollout_skip.v1.mixin.RolloutSkipMixin": "verl_rollout_skip.trainers.v1.mixin",
     "verl_rollout_skip.v1.trainers.SkipPPOTrainerSync": "verl_rollout_skip.trainers.v1.trainers",
     "verl_rollout_skip.v1.trainers.SkipPPOTrainerColocateAsync": "verl_rollout_skip.trainers.v1.trainers",
     "verl_rollout_skip.v1.trainers.SkipPPOTrainerSeparateAsync": "verl_rollout_skip.trainers.v1.trainers",
