@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from tests import format_reader
+from tests.batches import dump_parts, objects, rollout_input, rollout_output
 from tests.format_reader import DamagedError, Entry
 from tests.trainings import Training
 from verl_rollout_skip import Manifest, RolloutKey, RolloutStore
@@ -113,6 +114,26 @@ def test_it_reads_jagged_tensors(tmp_path: Path) -> None:
     assert entry.output == rows
     forms = {item["form"] for item in entry.description["output"]["numbers"]}
     assert forms == {"jagged", "jagged_concat", "jagged_positions"}
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [2, 5, 7]])
+def test_it_joins_parts_and_finds_blobs(cuts: list[int]) -> None:
+    output, inputs = rollout_output(8), rollout_input(8)
+    images = [torch.arange(30_000, dtype=torch.float32) + row // 4 for row in range(8)]
+    pictures = objects([{"pixels": image, "raw": (b"bytes", row)} for row, image in enumerate(images)])
+    output.non_tensor_batch["pictures"], inputs.non_tensor_batch["pictures"] = pictures, pictures
+    parts, summary = dump_parts(output, inputs, cuts)
+    found = format_reader.Rollout(parts)
+    expected = [
+        {"pixels": ("float32", [30_000], image.numpy().tobytes()), "raw": (b"bytes", row)}
+        for row, image in enumerate(images)
+    ]
+    assert found.output.pop("pictures") == found.input.pop("pictures") == expected
+    assert sum(len(part.blobs) for part in found.parts) <= 3 * (len(cuts) + 1)
+    assert found.content() == summary.content_digest
+    del output.non_tensor_batch["pictures"], inputs.non_tensor_batch["pictures"]
+    assert found.output == as_lists(output)
+    assert found.input == as_lists(inputs)
 
 
 def test_it_finds_a_pending_record_and_refuses_damage(tmp_path: Path) -> None:

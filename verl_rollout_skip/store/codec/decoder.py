@@ -85,6 +85,8 @@ class Reader:
             self.rows = sum(part.rows for part in self._parts)
             given = self._parts[0].description["input"]
             self.has_input = given is not None
+            if any((part.description["input"] is not None) != self.has_input for part in self._parts):
+                raise CorruptEntryError("Some parts of the entry have an input and others have none.")
             self.input_kind = None if given is None else BatchKind(given["kind"])
 
     def output(self) -> Batch:
