@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
+from verl import DataProto
 
 from tests.batches import data_proto, rollout_input, rollout_output
 from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip.errors import UnsupportedBatchError
 from verl_rollout_skip.prompts import adopt_uids, sampling_of, shallow_copy, why_not_same
+from verl_rollout_skip.store import codec
 from verl_rollout_skip.store.loaded import LoadedEntry
 
 K = RolloutKey(1)
@@ -35,6 +39,27 @@ def test_the_same_columns_in_another_order_are_the_same(tmp_path: Path) -> None:
     entry, current = recorded(tmp_path, rollout_input()), rollout_input()
     current.non_tensor_batch = dict(reversed(current.non_tensor_batch.items()))
     assert why_not_same(entry, current) is None
+
+
+def test_rows_that_share_their_objects_are_digested_as_if_each_had_its_own(tmp_path: Path) -> None:
+    """The n samples of a prompt hold the same objects; some columns may be made for each row."""
+    rows = rollout_input(4)
+    shared = DataProto(None, {key: np.repeat(column, 2) for key, column in rows.non_tensor_batch.items()})
+    shared.non_tensor_batch["turn"] = np.array([{"first": row in (2, 7)} for row in range(8)], dtype=object)
+    assert why_not_same(recorded(tmp_path, copy.deepcopy(shared)), shared) is None
+    text = why_not_same(
+        recorded(tmp_path / "other", shared),
+        DataProto(None, {**shared.non_tensor_batch, "turn": shared.non_tensor_batch["turn"][::-1]}),
+    )
+    assert text is not None
+    assert text.startswith("4 of 8 rows differ")
+
+
+def test_a_row_that_cannot_be_stored_is_named_also_if_earlier_rows_share_their_objects() -> None:
+    cells = np.empty(6, dtype=object)
+    cells[:5], cells[5] = [{"a": 1}] * 5, [object()]
+    with pytest.raises(UnsupportedBatchError, match=r"raw_prompt\[5\]"):
+        codec.prompt_digests(DataProto(None, {"raw_prompt": cells}))
 
 
 def test_a_changed_prompt_is_shown_with_both_texts(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
 
 _EXIT_SECONDS = 10.0
+# `Thread.start` waits until the new thread runs, and gets the interpreter lock back when that lets go of it: at once if
+# it sleeps first, after 5 ms if it goes on in Python.
+_LET_GO_SECONDS = 0.001
 
 
 class Prefetcher(Generic[Loaded]):
@@ -53,6 +57,7 @@ class _Ahead(Generic[Loaded]):
         self._thread.start()
 
     def _run(self, load: Callable[[], Loaded]) -> None:
+        time.sleep(_LET_GO_SECONDS)
         try:
             self._loaded = load()
         except Exception as error:

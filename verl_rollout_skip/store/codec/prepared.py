@@ -128,7 +128,7 @@ def take(given: Any, copy: Copy = Copy.NOTHING, whose: str = "") -> TakenBatch:
 
     This runs on the training thread, so it does only what cannot wait; ``choose_encodings`` does the rest.
     """
-    batch = flatten(given)
+    batch = given if isinstance(given, Batch) else flatten(given)
     snapshot = None if copy is Copy.NOTHING else Snapshot(copy, whose)
     objects = []
     tensors: dict[Path, torch.Tensor | NonZero] = {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from verl_rollout_skip.errors import UnsupportedBatchError
+from verl_rollout_skip.store.codec.batch import Batch, flatten
 from verl_rollout_skip.store.codec.blobs import BlobPool
 from verl_rollout_skip.store.codec.columns import plain_columns
 from verl_rollout_skip.store.codec.jagged import JaggedBits
@@ -38,8 +41,29 @@ def row_scores(batch: TakenBatch) -> np.ndarray | None:
 
 def prompt_digests(inputs: Any) -> list[str] | None:
     """One digest for each row of a rollout step's input: equal rows have equal digests, whatever their uids."""
-    batch = take(inputs)
-    return row_digests(batch, BlobPool(batch.blobs()), plain_columns(batch), batch.objects)
+    # This runs on the training thread. The n samples of a prompt hold the same objects, of which one row is digested.
+    distinct, which = _distinct_rows(flatten(inputs))
+    try:
+        batch = take(distinct)
+    except UnsupportedBatchError:
+        take(inputs)  # names the right row
+        raise
+    digests = row_digests(batch, BlobPool(batch.blobs()), plain_columns(batch), batch.objects)
+    return digests if digests is None or which is None else [digests[row] for row in which]
+
+
+def _distinct_rows(batch: Batch) -> tuple[Batch, list[int] | None]:
+    """The rows of a batch without those that hold the same objects as an earlier one, uid aside, and for each row which
+    of those it is; everything and None if rows would have to be compared in another way."""
+    counted = {path: array for path, array in batch.arrays.items() if path[-1] != "uid"}
+    if batch.tensors or not counted or any(array.dtype != object or array.ndim != 1 for array in counted.values()):
+        return batch, None
+    number_of: dict[tuple[int, ...], int] = {}
+    rows = zip(*(map(id, array.tolist()) for array in counted.values()), strict=True)
+    which = [number_of.setdefault(objects, len(number_of)) for objects in rows]
+    first = np.unique(which, return_index=True)[1]
+    arrays = {path: array[first] for path, array in counted.items()}
+    return replace(batch, rows=len(first), arrays=arrays, meta={}), which
 
 
 def row_digests(batch: TakenBatch, pool: BlobPool, numbers: list[Numbers], objects: list[Objects]) -> list[str] | None:
