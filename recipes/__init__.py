@@ -1,1 +1,1 @@
-"""Ready-to-run trainings; each folder holds its entry point and its configuration."""
+"""Ready-to-run trainings; each folder has its entry point and configuration."""

@@ -1,7 +1,7 @@
-"""The demonstration, ``make demo``: record short trainings on CPU, replay them without an engine, and compare.
+"""``make demo``: records short trainings on CPU, replays them without an engine, and compares the results.
 
-Real trainings of verl with Ray and FSDP2, started as a user starts them; only the model, the data and the engine are
-tiny.
+These are real verl trainings with Ray and FSDP2, started the way a user starts them. Only the model, the data and the
+engine are tiny.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DONE = {"record": "generated and recorded", "replay": "loaded"}
 
 @dataclass(frozen=True)
 class Training:
-    """A training to record and to replay. ``block`` is how its command line names the settings of this package."""
+    """A training to record and replay. ``block`` is the prefix of this package's settings on its command line."""
 
     name: str
     module: str
@@ -51,7 +51,7 @@ class Training:
 TRAININGS = {
     "ppo": Training("PPO", "recipes.ppo.main_ppo", "ppo_cpu", "trainer.use_v1=False"),
     "dapo": Training("DAPO", "recipes.dapo.main_dapo", "dapo_cpu", "trainer.use_v1=False"),
-    # verl's own entry point: nothing but settings makes it record.
+    # verl's own entry point: settings alone make it record.
     "v1": Training(
         "V1",
         "verl.trainer.main_ppo",
@@ -65,7 +65,7 @@ TRAININGS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one execution of a training took, and the metrics it must have in common with the other."""
+    """The cost of one run of a training, and the metrics that must be identical in both runs."""
 
     seconds: float
     rollout_seconds: float
@@ -78,8 +78,8 @@ class Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--folder", type=Path, help="where to put everything (default: a new temporary folder)")
-    parser.add_argument("--steps", type=int, default=4, help="training steps of each run (default: 4)")
-    parser.add_argument("--only", choices=TRAININGS, help="one of the trainings instead of all three")
+    parser.add_argument("--steps", type=int, default=4, help="training steps per run (default: 4)")
+    parser.add_argument("--only", choices=TRAININGS, help="run one of the trainings instead of all three")
     options = parser.parse_args()
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="skip-demo-"))).resolve()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -93,7 +93,7 @@ def main() -> None:
     show(outcomes)
     show_commands(folder, options.steps)
     if differing := [name for name, pair in outcomes.items() if not identical(pair)]:
-        sys.exit(f"The replay of {', '.join(differing)} has other metrics than its recording. Please report this bug.")
+        sys.exit(f"The metrics of {', '.join(differing)} differ between recording and replay. Please report this bug.")
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -102,7 +102,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 def train_all(names: list[str], folder: Path, steps: int) -> dict[str, dict[str, Outcome]]:
     """By name and mode."""
-    console.print(f"Real trainings of verl on CPU, with a tiny model. Everything goes to {folder}", soft_wrap=True)
+    console.print(f"Real verl trainings on CPU with a tiny model. All files go to {folder}", soft_wrap=True)
     assets = make_assets(folder / "assets").folder
     write_environment(folder, assets)
     outcomes: dict[str, dict[str, Outcome]] = {name: {} for name in names}
@@ -134,13 +134,13 @@ def train(title: str, training: Training, mode: str, folder: Path, assets: Path,
         signal.signal(signal.SIGINT, before)
     if process.returncode != 0:
         console.print(run.log[-4000:], markup=False)
-        sys.exit(f"{title} ended with exit code {process.returncode}; {run.folder}/log has all that it printed")
+        sys.exit(f"{title} failed with exit code {process.returncode}; the full output is in {run.folder}/log")
     rollout_seconds = sum(run.timing("gen").values())
     return Outcome(seconds, rollout_seconds, usage.cpu_seconds, usage.peak_bytes, usage.engine, run.results())
 
 
 def follow(title: str, mode: str, run: runs.TrainingRun, process: subprocess.Popen[bytes], steps: int) -> Usage:
-    """Show what a training does until it ends: on a terminal in place, otherwise a line for each change."""
+    """Show the progress of a training until it ends: in place on a terminal, otherwise one line per change."""
     started, shown, usage = time.monotonic(), "", Usage(process.pid)
     with console.status(title) as status:
         while process.poll() is None:
@@ -166,7 +166,7 @@ def show(outcomes: dict[str, dict[str, Outcome]]) -> None:
         table.add_row("replay".rjust(len(TRAININGS[name].name) + 7), *cells(replay), "yes" if identical(pair) else "NO")
         table.add_row(*ratios(record, replay), "", end_section=True)
     console.print(table)
-    console.print("Most of the time goes into starting verl: the model is tiny. With a real one it goes into rollouts.")
+    console.print("The model is tiny, so most of the time is startup. With a real model, most of it is rollouts.")
 
 
 def cells(outcome: Outcome) -> list[str]:
@@ -194,7 +194,7 @@ def identical(pair: dict[str, Outcome]) -> bool:
 
 
 def write_environment(folder: Path, assets: Path) -> None:
-    """What a shell must source before it goes on with a training of the demo."""
+    """Write the file that a shell must source before it continues a training of the demo."""
     variables = {**cpu_environment(assets), "VERL_FILE_LOGGER_PATH": f"{folder}/resumed.jsonl"}
     lines = [f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()]
     (folder / "environment").write_text("".join(lines))
@@ -206,7 +206,7 @@ def show_commands(folder: Path, steps: int) -> None:
         program = program.relative_to(Path.cwd())
     run = next(dumps.glob("ppo_*"), None) or next(dumps.iterdir())
     manifest = next(run.glob("*/manifest.json"))
-    console.print("\nList what is recorded, look at the rollouts of the first training, continue it:\n")
+    console.print("\nList the recordings, look at the rollouts of the first training, or continue it:\n")
     for command in (
         f"{program} ls {dumps}",
         f"{program} report {manifest.parent} -o {folder}/report.html",

@@ -1,6 +1,6 @@
-"""A tour of the rollout store: ``make tour``. Records, replays, kills a writer, damages a file, asks with SQL.
+"""``make tour``: a tour of the rollout store. Records, replays, kills a writer, damages a file, queries with SQL.
 
-Needs no GPU and no model: the batches are made up, of the shape and size that verl's agent loop returns.
+It needs no GPU and no model: the batches are synthetic, with the shape and size of those of verl's agent loop.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FIRST_KILLED_STEP = 101
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="where to put the dumps (a new temporary folder)")
+    parser.add_argument("--folder", type=Path, help="where to put the dumps (default: a new temporary folder)")
     parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.write:
         write_until_killed(arguments.folder)
         return
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="rollout-skip-demo-"))
-    # Started now because importing takes seconds; it waits for a word before it writes.
+    # Started now because imports take seconds; it waits for a line on stdin before it writes.
     command = [sys.executable, "-m", "recipes.store_tour", "--folder", str(folder), "--write"]
     writer = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -51,7 +51,7 @@ def main() -> None:
     finally:
         writer.kill()
         writer.wait()
-    print(f"\nThe dumps are in {folder}: open them with DuckDB, pandas, polars or datasets, or remove the folder.")
+    print(f"\nThe dumps are in {folder}: open them with DuckDB, pandas, polars or datasets, or delete the folder.")
 
 
 def record(folder: Path) -> DataProto:
@@ -70,7 +70,7 @@ def record(folder: Path) -> DataProto:
             size = store.record(RolloutKey(step)).bytes
             took = f"{seconds * 1e3:.1f} ms"
             print(f"{step:>6}{format_size(raw):>14}{took:>14}{format_size(size):>12}{raw / size:>9.0f}×")
-    print("The training thread waits for put() only; encoding, checksums and fsync happen on another thread.")
+    print("The training thread only waits for put(); encoding, checksums and fsync happen on another thread.")
     return batch
 
 
@@ -88,11 +88,11 @@ def replay(folder: Path, expected: DataProto) -> None:
         if not same:
             sys.exit("The loaded batch is not the recorded one. That is a bug: please report it.")
     print(f"Loaded in {seconds * 1e3:.0f} ms as a {type(loaded).__name__}, after its digest was checked.")
-    print(f"The input of the step is there too: {', '.join(store.inputs(RolloutKey(3)).non_tensor_batch)}")
+    print(f"The input of the step is recorded too: {', '.join(store.inputs(RolloutKey(3)).non_tensor_batch)}")
 
 
 def write_until_killed(folder: Path) -> None:
-    """The child: writes one step after another, as fast as it can, from the moment that it is told to."""
+    """Runs in the child process: once told to start, write one step after another as fast as possible."""
     batch, inputs = make_batch(SIZE, seed=9)
     store = RolloutStore(folder, background=False)
     print("ready", flush=True)
@@ -117,12 +117,12 @@ def kill_a_writer(folder: Path, writer: subprocess.Popen[str]) -> None:
     writer.kill()
     writer.wait()
     left = [path for path in folder.glob("step_*/.*") if path in unfinished]
-    print(f"Killed process {writer.pid}; it left unfinished: {', '.join(path.name for path in left) or 'nothing'}")
+    print(f"Killed process {writer.pid}; leftover files: {', '.join(path.name for path in left) or 'none'}")
     keys = store.keys()
     for key in keys:
         store.verify(key)
     print(f"All {len(keys)} committed entries verify: steps {', '.join(str(key.step) for key in keys)}")
-    print(f"prune() removed what the dead process left: {len(store.prune())} file(s)")
+    print(f"prune() removed the leftovers of the killed process: {len(store.prune())} file(s)")
     for key in keys:
         if key.step >= FIRST_KILLED_STEP:
             store.delete(key)
@@ -136,16 +136,16 @@ def damage(folder: Path) -> None:
     path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
     try:
         RolloutStore(folder).get(RolloutKey(2))
-        sys.exit("The damage was not noticed. That is a bug: please report it.")
+        sys.exit("The damage was not detected. That is a bug: please report it.")
     except CorruptEntryError as error:
         print(f"{type(error).__name__}: {error}")
     path.write_bytes(good)
     RolloutStore(folder).verify(RolloutKey(2))
-    print("The bit was put back, and the entry verifies again.")
+    print("The bit was restored, and the entry verifies again.")
 
 
 def query(folder: Path) -> None:
-    title("Ask the dumps with SQL: nothing of verl or of this package is needed for that")
+    title("Query the dumps with SQL, which needs neither verl nor this package")
     sql = f"""
         SELECT regexp_extract(filename, 'step_0*([0-9]+)', 1) AS step, count(*) AS trajectories,
                round(avg(skip__score), 3) AS score, avg(skip__response_length)::INT AS tokens,

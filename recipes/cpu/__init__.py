@@ -1,1 +1,1 @@
-"""What verl needs to train on a machine without a GPU: platform, engines, rollout backend, a tiny model and data."""
+"""Everything verl needs to train without a GPU: platform, engines, rollout backend, a tiny model and data."""

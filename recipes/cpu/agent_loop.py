@@ -1,7 +1,7 @@
-"""verl's single-turn agent loop, which also tells the server which sample of which row of the data it asks for.
+"""verl's single-turn agent loop, which also tells the server which sample of which data row it requests.
 
-Without that, the n requests for one prompt look the same, and which of them gets which response depends on the order
-in which they arrive.
+Without that, the n requests for one prompt look the same, and the order in which they arrive decides which of them gets
+which response.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from recipes.cpu.sampling import seed_of
 
 
 class CPUAgentLoop(SingleTurnAgentLoop):
-    """Single turn, with a seed for each request."""
+    """Single turn, with a seed per request."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
         seed = seed_of(kwargs.get("index"), self._sample(int(priority), kwargs.get("session_id")))
         return await super().run({**sampling_params, "seed": seed}, priority=priority, **kwargs)
 
     def _sample(self, priority: int, session_id: int | None) -> int:
-        """Which of the samples of one prompt this is.
+        """The number of this sample among those of its prompt.
 
-        The V1 trainers say so. V0 numbers the rows of the batch, in which the samples of a prompt stand next to each
-        other; the least common multiple serves training and validation, which the agent loop cannot tell apart.
+        The V1 trainers pass it. V0 numbers the rows of the batch, where the samples of a prompt are adjacent. The least
+        common multiple works for both training and validation, which the agent loop cannot tell apart.
         """
         if session_id is not None:
             return int(session_id)

@@ -1,9 +1,9 @@
-"""A tiny model, its tokenizer and arithmetic data, made on the spot in seconds.
+"""Creates a tiny model, its tokenizer and arithmetic data in seconds.
 
-The model is a Qwen2 of two layers that has been taught to answer an addition with some number near the sum, and is
-right one time in four. As a base model it knows the form of an answer and can estimate; what a training with
-rewards teaches it is to be exact. Validation has additions that are not in the training data.
-``python -m recipes.cpu.assets FOLDER`` makes everything that a training needs.
+The model is a two-layer Qwen2 that is trained to answer an addition with a number near the sum; it is right one time in
+four. So the base model knows the format of an answer and can estimate, and reinforcement learning teaches it to be
+exact. Validation uses additions that are not in the training data. ``python -m recipes.cpu.assets FOLDER`` creates
+everything that a training needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DATA_SOURCE = "addition"
 MAX_SUM = 9
 HELD_OUT = 11
 
-# The base model's answers: any number at most so far from the sum, and up to so many spaces, each this likely.
+# The base model's answers: a number within this distance of the sum, then up to this many spaces, each this likely.
 SPREAD = 2
 SPACES = 2
 SPACE_PROBABILITY = 0.1
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Assets:
-    """Where the model and the data are."""
+    """The paths of the model and the data."""
 
     folder: Path
 
@@ -59,7 +59,7 @@ class Assets:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What assets are made from."""
+    """The parameters that assets are created from."""
 
     seed: int
     data_seed: int
@@ -71,16 +71,16 @@ class Recipe:
 def make_assets(
     folder: str | Path, seed: int = 0, *, data_seed: int | None = None, train_rows: int = 88, val_rows: int = 11
 ) -> Assets:
-    """Fill the folder, or leave it alone if it was made from the same values; from other values it is made anew.
+    """Create the assets in a folder, unless it has assets with the same parameters; replace those with others.
 
-    ``seed`` makes another model and, unless ``data_seed`` is given, other data.
+    ``seed`` determines the model and, unless ``data_seed`` is given, the data.
     """
     assets = Assets(Path(folder).resolve())
     recipe = Recipe(seed, seed if data_seed is None else data_seed, train_rows, val_rows)
     if _recorded(assets.folder) == asdict(recipe):
         return assets
     if assets.folder.exists() and any(assets.folder.iterdir()) and _recorded(assets.folder) is None:
-        raise FileExistsError(f"{assets.folder} holds something else: give a new or an empty folder")
+        raise FileExistsError(f"{assets.folder} contains something else: use a new or an empty folder")
     building = Assets(assets.folder.parent / f".{assets.folder.name}-{os.getpid()}-{secrets.token_hex(4)}")
     building.folder.mkdir(parents=True)
     try:
@@ -91,7 +91,7 @@ def make_assets(
         try:
             building.folder.rename(assets.folder)
         except OSError:
-            # another process may have made the same in the meantime
+            # another process may have created the same in the meantime
             if _recorded(assets.folder) != asdict(recipe):
                 raise
     finally:
@@ -107,7 +107,7 @@ def _recorded(folder: Path) -> dict[str, Any] | None:
 
 
 def problems() -> list[tuple[str, str]]:
-    """All additions with a sum of one digit, and their answers."""
+    """All additions with a one-digit sum, and their answers."""
     return [(f"{a}+{b}=", str(a + b)) for a in range(MAX_SUM + 1) for b in range(MAX_SUM + 1 - a)]
 
 
@@ -152,7 +152,7 @@ def _write_model(assets: Assets, recipe: Recipe) -> None:
                 num_key_value_heads=2,
                 max_position_embeddings=256,
                 tie_word_embeddings=False,
-                # much larger than usual: so small a model learns more quickly from there
+                # much larger than usual: such a small model learns faster this way
                 initializer_range=0.1,
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
@@ -166,7 +166,7 @@ def _write_model(assets: Assets, recipe: Recipe) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The same model on any number of cores; threads would only wait for each other over so small a one."""
+    """Makes the model independent of the number of cores; threads would not speed up such a small model anyway."""
     import torch
 
     threads = torch.get_num_threads()
@@ -191,7 +191,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _tokenizer() -> Any:
-    """One token a byte, and ChatML's special tokens. No merges: a text is always the same tokens."""
+    """One token per byte, plus ChatML's special tokens. Without merges, a text always has the same tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -206,7 +206,7 @@ def _tokenizer() -> Any:
 
 
 def _teach_estimates(model: Any, tokenizer: Any, steps: int = 200) -> None:
-    """Supervised steps on all problems at once. The answer is any number near the sum, then spaces."""
+    """Supervised steps on all problems at once. The target is a number near the sum, then spaces."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -244,9 +244,9 @@ def _prompt_ids(tokenizer: Any, question: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a tiny model and arithmetic data for a training on CPU.")
+    parser = argparse.ArgumentParser(description="Create a tiny model and arithmetic data for a training on CPU.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0, help="another seed is another model and other data")
+    parser.add_argument("--seed", type=int, default=0, help="determines the model and the data")
     parser.add_argument("--train-rows", type=int, default=88)
     parser.add_argument("--val-rows", type=int, default=11)
     arguments = parser.parse_args()

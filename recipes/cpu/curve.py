@@ -1,4 +1,4 @@
-"""The learning curve of a training: what it says in a sentence, and as an SVG picture."""
+"""The learning curve of a training, as a sentence and as an SVG image."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ WINDOW = 5
 
 @dataclass(frozen=True)
 class Curve:
-    """By step: the mean reward of the batch that was trained on, and the accuracy on additions never trained on."""
+    """By step: the mean reward of the training batch, and the accuracy on additions that are not in the training
+    data."""
 
     rewards: Mapping[int, float]
     accuracies: Mapping[int, float]
 
     def smooth(self) -> dict[int, float]:
-        """For each step the mean over the last few steps."""
+        """For each step, the mean over the last few steps."""
         steps = sorted(self.rewards)
         windows = {step: steps[max(0, place + 1 - WINDOW) : place + 1] for place, step in enumerate(steps)}
         return {step: sum(self.rewards[each] for each in window) / len(window) for step, window in windows.items()}
@@ -35,14 +36,14 @@ class Curve:
         if self.accuracies:
             start, end = min(self.accuracies), max(self.accuracies)
             text += (
-                f" Right answers to additions that it was not trained on: {self.accuracies[start]:.0%} after step "
+                f" Accuracy on additions that are not in the training data: {self.accuracies[start]:.0%} after step "
                 f"{start}, {self.accuracies[end]:.0%} after step {end}."
             )
         return text
 
 
 def draw(curve: Curve, title: str) -> str:
-    """An SVG file: a point for each step, their moving mean as a line, validation as circles."""
+    """An SVG image: one point per step, their moving mean as a line, validation as circles."""
     last = max(chain(curve.rewards, curve.accuracies, [1]))
 
     def x(step: float) -> float:
@@ -66,7 +67,7 @@ def draw(curve: Curve, title: str) -> str:
         f'<circle cx="{x(step)}" cy="{y(value)}" r="4" fill="none" stroke="#c50" stroke-width="2"/>'
         for step, value in curve.accuracies.items()
     ]
-    legend = "blue: mean reward of a step, and of five; orange: right answers to additions not trained on"
+    legend = "blue: mean reward per step, and over five steps; orange: accuracy on additions not in the training data"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
         ' font-family="sans-serif" font-size="12" fill="#333">',

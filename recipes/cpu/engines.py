@@ -1,4 +1,4 @@
-"""FSDP2 engines for actor, reference and critic on CPU: verl's own, without what only an accelerator can do."""
+"""FSDP2 engines for actor, reference and critic on CPU: verl's own, without the parts that need an accelerator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWith
 
 
 class _OnCPU(FSDPEngine):
-    """Shards the model without the offload policy that verl gives a reference model: that one pins memory."""
+    """Shards the model without verl's offload policy for reference models, which pins memory."""
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         config = self.engine_config
@@ -30,13 +30,13 @@ class CPUEngineWithLMHead(_OnCPU, FSDPEngineWithLMHead):
 
 @EngineRegistry.register(model_type="value_model", backend="fsdp2", device="cpu")
 class CPUEngineWithValueHead(_OnCPU, FSDPEngineWithValueHead):
-    """Critic. verl loads it with flash_attention_2, whatever the configuration says."""
+    """Critic. verl always loads it with flash_attention_2, whatever the configuration says."""
 
     def _build_module(self) -> torch.nn.Module:
         config = self.model_config.hf_config
         config.num_labels = 1
         config.classifier_dropout = config.hidden_dropout = 0.0
-        # The head is not in the checkpoint: it is drawn, and must be the same one in every run.
+        # The head is not in the checkpoint. It is initialized randomly and must be the same in every run.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.engine_config.seed)
             return AutoModelForTokenClassification.from_pretrained(

@@ -1,6 +1,6 @@
 """The environment variables that a training on CPU needs, in the driver and in every Ray worker.
 
-Imports nothing but the standard library, because the variables must be set before torch and verl are imported.
+Imports only the standard library, because the variables must be set before torch and verl are imported.
 ``python -m recipes.cpu.environment [ASSETS]`` prints them for a shell.
 """
 
@@ -19,18 +19,18 @@ TRACE_VARIABLE = "CPU_ROLLOUT_TRACE"
 
 
 def cpu_environment(assets: str | os.PathLike[str] | None = None) -> dict[str, str]:
-    """The variables to put on top of ``os.environ``; ``assets`` is the folder that ``make_assets`` filled."""
+    """The variables to add to ``os.environ``; ``assets`` is the folder that ``make_assets`` created."""
     variables = {
-        # verl: which device, and the module that brings it, imported by every process that imports verl.
+        # verl's device, and the module that provides it; every process that imports verl imports it.
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": _with("recipes.cpu.plugin", "VERL_USE_EXTERNAL_MODULES", ","),
         "PYTHONPATH": _with(str(REPOSITORY), "PYTHONPATH", os.pathsep),
-        # The configuration refers to files of this folder.
+        # The configuration refers to files in this folder.
         "CPU_RECIPE": str(RECIPE),
-        # One thread a process: results do not depend on the number of cores, and processes do not fight for them.
+        # One thread per process: results do not depend on the number of cores, and processes do not compete for them.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Sets of strings are iterated in the same order in every run.
+        # Makes the iteration order of sets of strings the same in every run.
         "PYTHONHASHSEED": "0",
         "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -42,7 +42,7 @@ def cpu_environment(assets: str | os.PathLike[str] | None = None) -> dict[str, s
     return variables
 
 
-# Messages about Ray's own future and the GPUs that are declared but not there, and bars for loading a tiny model.
+# Turns off Ray's deprecation messages, warnings about missing GPUs, and progress bars for loading a tiny model.
 _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
@@ -53,7 +53,7 @@ _QUIET = {
 
 
 def _with(first: str, variable: str, separator: str) -> str:
-    """``first`` in front of what the variable holds already, once."""
+    """``first`` prepended to the current value of the variable, unless it is already there."""
     rest = [part for part in os.environ.get(variable, "").split(separator) if part and part != first]
     return separator.join([first, *rest])
 

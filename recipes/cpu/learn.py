@@ -1,6 +1,6 @@
-"""Watch a model learn on CPU: ``python -m recipes.cpu.learn`` trains the tiny model by GRPO and draws its rewards.
+"""Watch a model learn on CPU: ``python -m recipes.cpu.learn`` trains the tiny model with GRPO and plots its rewards.
 
-The base model answers an addition with some number near the sum; it is rewarded for the right one only.
+The base model answers an addition with a number near the sum; only the exact sum is rewarded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BAR = 40
 
 
 def overrides(steps: int, seed: int) -> list[str]:
-    """On top of the CPU default: more samples of a prompt, and each of them used twice."""
+    """Changes to the CPU configuration: more samples per prompt, each used twice."""
     return [
         "trainer.use_v1=False",
         "actor_rollout_ref.rollout.n=8",
@@ -39,13 +39,13 @@ def overrides(steps: int, seed: int) -> list[str]:
 
 
 def learn(folder: Path, steps: int, seed: int, out: IO[str] = sys.stdout) -> runs.TrainingRun:
-    """Train in a new folder and say how it goes; an error if the training fails."""
+    """Train in a new folder and print the progress; raise if the training fails."""
     assets = make_assets(folder / "assets", seed)
     run = runs.TrainingRun(folder / "run")
     environment = runs.prepare(run.folder, assets.folder)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"--config-dir={RECIPE}/config"]
     command += [*runs.arguments(run.folder, "cpu_trainer"), *overrides(steps, seed)]
-    print(f"verl starts its processes, which takes most of a minute; its log is {run.folder / 'log'}", file=out)
+    print(f"Starting verl, which takes most of a minute; its log is {run.folder / 'log'}", file=out)
     with open(run.folder / "log", "wb") as log:
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -55,12 +55,12 @@ def learn(folder: Path, steps: int, seed: int, out: IO[str] = sys.stdout) -> run
     finally:
         process.terminate()
     if code != 0:
-        raise RuntimeError(f"the training ended with exit code {code}. The end of its log:\n{run.log[-3000:]}")
+        raise RuntimeError(f"The training failed with exit code {code}. The end of its log:\n{run.log[-3000:]}")
     return run
 
 
 def _progress(run: runs.TrainingRun, process: subprocess.Popen[bytes], steps: int) -> Iterator[str]:
-    """A line for each step, as soon as it is done."""
+    """One line per step, as soon as it is done."""
     shown = 0
     while True:
         ended = process.poll() is not None
@@ -85,12 +85,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="a new folder for everything (default: outputs/learn/TIME)")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0, help="another model, other data, other samples")
+    parser.add_argument("--seed", type=int, default=0, help="determines the model, the data and the samples")
     arguments = parser.parse_args()
     folder = (arguments.folder or Path("outputs/learn") / time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
     if folder.exists():
-        parser.error(f"{folder} exists: give a new folder")
-    # as an exception, which also ends the training
+        parser.error(f"{folder} already exists: use a new folder")
+    # raises SystemExit, which also ends the training
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     curve = curve_of(learn(folder, arguments.steps, arguments.seed))
     picture = folder / "curve.svg"

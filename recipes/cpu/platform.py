@@ -1,6 +1,6 @@
 """verl's platform "cpu": where verl expects a device module such as torch.cuda, it finds the CPU.
 
-Memory questions are answered with zero and device switches do nothing.
+Memory queries return zero, and switching devices does nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _device_module() -> ModuleType:
         dict.fromkeys(counters, _zero),
         **dict.fromkeys(switches, _nothing),
         mem_get_info=lambda *_: (0, 0),
-        # False keeps verl away from its helpers for the memory of an accelerator.
+        # False keeps verl from using its helpers for accelerator memory.
         is_available=lambda: False,
         current_device=lambda: CPU,
         device_count=lambda: 1,
@@ -59,7 +59,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self) -> torch.device:  # type: ignore[override]
-        # verl writes tensor.to(current_device()), and an index would mean a CUDA device there.
+        # verl calls tensor.to(current_device()), where an index would mean a CUDA device.
         return CPU
 
     def device_count(self) -> int:
@@ -87,11 +87,11 @@ class PlatformCPU(PlatformBase):
         return None, None
 
     def communication_backend_name(self) -> str:
-        """gloo; in verl's workers the process group is initialised on the way.
+        """gloo. In verl's workers, this also initializes the process group.
 
-        verl's workers ask for this name just before they call ``init_process_group("cpu:gloo,{device}:{name}")``,
-        which torch refuses when the device is the CPU too ("Duplicate device type cpu"). verl leaves out its call
-        if there is a process group, and there is no other moment to make one.
+        verl's workers request this name just before they call ``init_process_group("cpu:gloo,{device}:{name}")``, which
+        torch rejects if the device is also the CPU ("Duplicate device type cpu"). verl skips its call if there is a
+        process group, and there is no other moment to create one.
         """
         in_worker = os.environ.get("WG_BACKEND") == "ray" and "MASTER_ADDR" in os.environ
         if in_worker and not torch.distributed.is_initialized():
@@ -113,7 +113,7 @@ class PlatformCPU(PlatformBase):
         pass
 
     def ray_resource_name(self) -> str:
-        # verl's check of the cluster counts GPUs and NPUs only, so the configuration declares as many GPUs as workers.
+        # verl's resource check counts only GPUs and NPUs, so the configuration declares as many GPUs as workers.
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:

@@ -7,6 +7,6 @@ import os
 import recipes.cpu.platform
 import recipes.cpu.rollout
 
-# Only verl's workers train, and this import is the slowest.
+# Only verl's workers train, and this import is slow.
 if "WG_BACKEND" in os.environ:
     import recipes.cpu.engines  # noqa: F401

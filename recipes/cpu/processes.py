@@ -1,4 +1,4 @@
-"""The processes of a training: what they use together, and how to end them all."""
+"""The processes of a training: their total resource usage, and how to end them all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENGINE = "ray::CPUServer"
 
 
 class Usage:
-    """CPU, memory and inference servers of a process and everything below it, from samples taken while it runs."""
+    """CPU, memory and inference servers of a process and its descendants, sampled while it runs."""
 
     def __init__(self, pid: int, memory_interval: float = 2.0) -> None:
         self.peak_bytes = 0
@@ -30,7 +30,7 @@ class Usage:
         return sum(self._cpu_seconds.values())
 
     def sample(self) -> None:
-        # Reading the memory of a process holds it up, so that is done less often.
+        # Reading the memory of a process slows it down, so this happens less often.
         with_memory = time.monotonic() >= self._memory_due
         total = 0
         for process in _tree(self._pid):
@@ -45,13 +45,13 @@ class Usage:
 
 
 def keep_descendants() -> None:
-    """Make this process the parent of descendants whose own parent ends, so that none of them gets out of sight."""
+    """Make this process adopt descendants whose own parent ends, so that none of them is lost."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def end_descendants(grace_seconds: float = 3.0) -> None:
-    """End all processes below this one: by SIGTERM first, those that are still there after a while by SIGKILL."""
+    """End all descendants of this process, first with SIGTERM, then the remaining ones with SIGKILL."""
     deadline = time.monotonic() + grace_seconds
     while running := list(_tree(psutil.Process().pid, itself=False)):
         for process in running:
@@ -59,7 +59,7 @@ def end_descendants(grace_seconds: float = 3.0) -> None:
                 process.terminate() if time.monotonic() < deadline else process.kill()
         psutil.wait_procs(running, timeout=0.5)
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):  # adopted ones are not waited for by anyone else
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):  # no one else waits for adopted processes
             pass
 
 

@@ -1,8 +1,8 @@
 """The replay buffer of verl's synchronous V1 trainer, with an order that does not depend on timing.
 
-verl takes trajectories in the order in which they finished, and chooses among surplus groups by their random ids.
-Here they are taken as they were submitted, once nothing is being generated any more. It also looks more often than
-every two seconds.
+verl samples trajectories in the order in which they finished, and selects surplus groups by their random ids. This
+buffer samples them in the order of submission, once no generation is in flight. It also polls more often than every two
+seconds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ POLL_SECONDS = 0.05
 
 
 class OrderedReplayBuffer(ReplayBuffer):
-    """Set by trainer.v1.sampler.custom_sampler.
+    """Configured by trainer.v1.sampler.custom_sampler.
 
-    verl gives a custom sampler nothing of algorithm.filter_groups, so ``sampler_kwargs`` must bring what verl's own
-    buffer is given.
+    verl does not pass algorithm.filter_groups to a custom sampler, so ``sampler_kwargs`` must contain what verl's own
+    buffer gets.
     """
 
     def __init__(self, *, trainer_mode: str, sampler_kwargs: DictConfig, **kwargs: Any) -> None:
@@ -46,7 +46,7 @@ class OrderedReplayBuffer(ReplayBuffer):
         )
 
     def _sync_metadata_from_transfer_queue(self) -> None:
-        """Waits until nothing is in flight, so that every decision sees the same state in every run."""
+        """Waits until nothing is in flight, so that every decision is based on the same state in every run."""
         super()._sync_metadata_from_transfer_queue()
         last_message = time.time()
         while in_flight := [name for keys in (self.pending_keys, self.running_keys) for name in keys if keys[name]]:

@@ -22,12 +22,12 @@ def server_name(rank: int) -> str:
 
 
 async def _ordinal_of_first_server(version: Version, request: str) -> int:
-    """All replicas count together, so that it does not matter which of them gets a request."""
+    """All replicas share one counter, so that it does not matter which of them gets a request."""
     return await ray.get_actor(server_name(0)).ordinal.remote(version, request)
 
 
 class CPUReplica(RolloutReplica):
-    """One server for each of verl's workers."""
+    """One server per verl worker."""
 
     async def launch_servers(self) -> None:
         config, rank = self._server_config(), self.replica_rank
@@ -42,14 +42,14 @@ class CPUReplica(RolloutReplica):
     def _server_config(self) -> ServerConfig:
         config, model = self.config, self.model_config
         if self.is_reward_model or self.is_teacher_model:
-            raise ValueError("the cpu rollout serves the policy only, neither a reward model nor a teacher")
+            raise ValueError("the cpu rollout serves only the policy, not a reward model or a teacher")
         if self.world_size != 1:
             raise ValueError(
                 f"the cpu rollout cannot split a model over {self.world_size} workers: set "
                 "actor_rollout_ref.rollout.tensor_model_parallel_size=1 and data_parallel_size=1"
             )
         if config.logprobs_mode != "processed_logprobs":
-            raise ValueError(f"the cpu rollout reports processed_logprobs only, not {config.logprobs_mode}")
+            raise ValueError(f"the cpu rollout returns only processed_logprobs, not {config.logprobs_mode}")
         return ServerConfig(
             model=model.path,
             seed=config.seed,
@@ -63,7 +63,7 @@ class CPUReplica(RolloutReplica):
 
 
 class CPUServerAdapter(BaseRollout):
-    """Lives in a worker beside its actor and sends the actor's weights to the worker's server."""
+    """Runs in a worker next to its actor and sends the actor's weights to the worker's server."""
 
     async def resume(self, tags: list[str]) -> None:
         pass
@@ -79,13 +79,13 @@ class CPUServerAdapter(BaseRollout):
         **_: Any,
     ) -> None:
         if wire_format != "named_tensors":
-            raise ValueError(f"the cpu rollout takes whole weights (named_tensors), not {wire_format}")
-        # Gathering a sharded weight is a collective: every worker must go through all of them.
+            raise ValueError(f"the cpu rollout accepts only complete weights (named_tensors), not {wire_format}")
+        # Gathering a sharded weight is a collective: every worker must iterate over all of them.
         state = {name: weight.detach().cpu() for name, weight in weights}
         server = ray.get_actor(server_name(torch.distributed.get_rank()))
         await server.load_weights.remote(state, global_steps)
 
 
 RolloutReplicaRegistry.register(NAME, lambda: CPUReplica)
-# verl has no function to register the other half.
+# verl has no function to register the adapter.
 _ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.{CPUServerAdapter.__name__}"

@@ -1,6 +1,6 @@
-"""Trainings on CPU as processes, and what they leave behind in a folder: metrics, the trace of the engine, a log.
+"""Runs trainings on CPU as processes, and reads their output folder: metrics, the engine's trace, a log.
 
-Used by the demonstration, the benchmarks and the end-to-end tests.
+Used by the demo, the benchmarks and the end-to-end tests.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from recipes.cpu.environment import REPOSITORY, TRACE_VARIABLE, cpu_environment
 
-# What depends on the machine and the moment: everything else must be the same in two runs of the same training.
+# Metrics that depend on machine and time: all others must be the same in two runs of the same training.
 _MEASURED = re.compile(r"timing_|perf/|.*/perf/|.*mfu|rollout_skip/")
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The folder of a training, while it runs or after it."""
+    """The folder of a training, during or after its run."""
 
     folder: Path
 
@@ -31,13 +31,13 @@ class TrainingRun:
         file = self.folder / "metrics.jsonl"
         text = file.read_text() if file.exists() else ""
         steps: dict[int, dict[str, Any]] = {}
-        for line in text[: text.rfind("\n") + 1].splitlines():  # the last line may still be in the making
+        for line in text[: text.rfind("\n") + 1].splitlines():  # the last line may be incomplete
             logged = json.loads(line)
             steps.setdefault(logged["step"], {}).update(logged["data"])
         return steps
 
     def results(self) -> dict[int, dict[str, Any]]:
-        """The metrics that must repeat to the last bit."""
+        """The metrics that must be bit-identical in every run."""
         return {
             step: {key: value for key, value in values.items() if not _MEASURED.match(key)}
             for step, values in self.metrics().items()
@@ -52,7 +52,7 @@ class TrainingRun:
         return [step for step, values in self.metrics().items() if values.get(name, values.get(f"timing_s/{name}"))]
 
     def trace(self, kind: str) -> list[int]:
-        """What the engine did (``generate``, ``sync``): for each time the version of its weights."""
+        """The weight version of each time the engine did something (``generate``, ``sync``)."""
         events = [
             json.loads(line)
             for file in sorted((self.folder / "trace").glob("*.jsonl"))
@@ -62,12 +62,12 @@ class TrainingRun:
 
     @property
     def log(self) -> str:
-        """What the training printed, without colours."""
+        """The output of the training, without colors."""
         return re.sub(r"\x1b\[\d+m", "", (self.folder / "log").read_text(errors="replace"))
 
 
 def prepare(folder: Path, assets: Path) -> dict[str, str]:
-    """Make the folder of a training, and the environment in which it is to be started."""
+    """Create the folder of a training and return the environment to start it in."""
     (folder / "trace").mkdir(parents=True)
     return {
         **os.environ,
@@ -78,7 +78,7 @@ def prepare(folder: Path, assets: Path) -> dict[str, str]:
 
 
 def arguments(folder: Path, config: str) -> list[str]:
-    """What a recipe's entry point is to be given so that everything goes into the folder."""
+    """The arguments for a recipe's entry point that send all output to the folder."""
     return [
         f"--config-name={config}",
         f"hydra.run.dir={folder}/hydra",
@@ -90,9 +90,9 @@ def arguments(folder: Path, config: str) -> list[str]:
 def start(
     module: str, config: str, folder: Path, assets: Path, overrides: list[str], options: tuple[str, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a recipe; what it prints goes to the file ``log`` in its folder.
+    """Start a recipe; its output goes to the file ``log`` in its folder.
 
-    A Ctrl-C in the terminal does not reach it: the caller ends it. ``options`` go to hydra itself.
+    Ctrl-C in the terminal does not reach it; the caller must end it. ``options`` are for Hydra itself.
     """
     environment = prepare(folder, assets)
     command = [sys.executable, "-m", module, *options, *arguments(folder, config), *overrides]

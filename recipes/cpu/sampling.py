@@ -1,6 +1,6 @@
-"""Choosing the next token as vLLM does, with randomness that belongs to one request alone.
+"""Samples the next token as vLLM does, with random numbers that depend only on the request.
 
-Knows nothing of models, servers or verl: logits and sampling parameters in, a token and its log-probability out.
+Independent of models, servers and verl: logits and sampling parameters in, a token and its log-probability out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# Below this temperature vLLM takes the most probable token.
+# Below this temperature, vLLM picks the most probable token.
 GREEDY_BELOW = 1e-5
 
 _KINDS = {"temperature": float, "top_k": int, "top_p": float, "logprobs": bool, "ignore_eos": bool, "seed": int}
@@ -22,7 +22,7 @@ _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penal
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling parameters of one request. ``seed`` tells apart requests that are otherwise the same."""
+    """The sampling parameters of one request. ``seed`` distinguishes otherwise identical requests."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -38,22 +38,22 @@ class SamplingParams:
         if not self.temperature >= 0:
             raise ValueError(f"temperature is {self.temperature}: it cannot be negative")
         if self.top_k == 0 or self.top_k < -1:
-            raise ValueError(f"top_k is {self.top_k}: give a number of tokens, or -1 for all")
+            raise ValueError(f"top_k is {self.top_k}: it must be a number of tokens, or -1 for all")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: give a probability above 0 and up to 1")
+            raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
 
     @classmethod
     def parse(cls, params: Mapping[str, Any], default_max_tokens: int, limit: int) -> SamplingParams:
-        """From what an agent loop sends; the number of tokens is bounded by ``limit``, as in verl's vLLM server."""
+        """Parse the parameters of an agent loop; ``limit`` caps the number of tokens, as in verl's vLLM server."""
         rest = dict(params)
         for name, neutral in _NEUTRAL.items():
             value = rest.pop(name, neutral)
             if value != neutral:
                 raise ValueError(f"the cpu rollout does not support {name}={value}: leave it at {neutral}")
-        # sglang's name for the same thing
+        # SGLang's name for max_tokens
         max_new_tokens = rest.pop("max_new_tokens", default_max_tokens)
         max_tokens = rest.pop("max_tokens", max_new_tokens)
-        # A configuration may say 1 for 1.0, which must not make another request of it.
+        # A configuration may have 1 instead of 1.0, which must not change the request.
         known = {name: kind(rest.pop(name)) for name, kind in _KINDS.items() if rest.get(name) is not None}
         unknown = [name for name, value in rest.items() if value is not None]
         if unknown:
@@ -66,9 +66,9 @@ class SamplingParams:
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Log-probabilities of the next token after temperature, top-k and top-p; a token that is cut off has -inf.
+    """Log-probabilities of the next token after temperature, top-k and top-p; excluded tokens have -inf.
 
-    Greedy requests get the plain distribution, as in vLLM.
+    Greedy requests get the unmodified distribution, as in vLLM.
     """
     logits = logits.double()
     if params.greedy:
@@ -80,14 +80,14 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.top_p < 1:
         ordered, order = torch.sort(logits, descending=True, stable=True)
         probabilities = torch.softmax(ordered, -1)
-        # A token stays if those before it do not make up top_p yet; so the most probable one always does.
+        # A token stays if the more probable ones do not add up to top_p, so the most probable one always stays.
         before = probabilities.cumsum(-1) - probabilities
         logits = logits.masked_fill((before >= params.top_p)[order.argsort()], -torch.inf)
     return torch.log_softmax(logits, -1)
 
 
 def next_token(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """The chosen token and its log-probability under the distribution that it was drawn from."""
+    """The sampled token and its log-probability under the distribution it was drawn from."""
     log_probs = distribution(logits, params)
     if params.greedy:
         token = int(log_probs.argmax())
@@ -97,12 +97,12 @@ def next_token(logits: torch.Tensor, params: SamplingParams, generator: torch.Ge
 
 
 def fingerprint(prompt_ids: Sequence[int], params: SamplingParams) -> str:
-    """The same for two requests that ask for the same tokens, with or without their log-probabilities."""
+    """A key that is equal for requests for the same tokens, with or without their log-probabilities."""
     text = json.dumps([list(prompt_ids), asdict(replace(params, logprobs=False))], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def seed_of(*parts: object) -> int:
-    """A seed made of values, the same in every process."""
+    """A seed derived from values, the same in every process."""
     text = json.dumps([str(part) for part in parts])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

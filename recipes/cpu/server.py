@@ -1,8 +1,8 @@
 """The generation server of the cpu rollout: token ids in, token ids out, one request at a time.
 
-A response depends on the weights, the prompt, the sampling parameters and the seed, never on what else is being
-asked or was asked before: results of a batched forward pass would depend on the batch. Imports nothing of verl, so
-that its process starts quickly; the results look like verl's TokenOutput.
+A response depends only on the weights, the prompt, the sampling parameters and the seed, never on other requests: the
+results of a batched forward pass would depend on the batch. This module does not import verl, so that its process
+starts quickly; the results look like verl's TokenOutput.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from recipes.cpu.sampling import SamplingParams, fingerprint, next_token, seed_o
 logger = logging.getLogger(__name__)
 
 Version = int | None
-"""The trainer's global step to which weights belong; None: not from a trainer."""
+"""The trainer's global step that the weights belong to; None if they are not from a trainer."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What the server takes from verl's rollout configuration."""
+    """The settings that the server uses from verl's rollout configuration."""
 
     model: str
     seed: int
@@ -70,12 +70,12 @@ class Generator:
         self.eos = frozenset([eos] if isinstance(eos, int) else eos or ())
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Replaces all weights; those that are tied to others may be left out."""
+        """Replace all weights; tied weights may be missing."""
         result = self.model.load_state_dict(weights, strict=False)
         missing = set(result.missing_keys) - set(self.model.all_tied_weights_keys)
         if missing or result.unexpected_keys:
             raise ValueError(
-                f"the weights from the trainer do not fit the model: missing {sorted(missing)}, "
+                f"the trainer's weights do not match the model: missing {sorted(missing)}, "
                 f"unknown {sorted(result.unexpected_keys)}. Actor and rollout must use the same model"
             )
 
@@ -83,7 +83,7 @@ class Generator:
     def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, generator: torch.Generator
     ) -> tuple[list[int], list[float]]:
-        """Token ids up to and with the end token, and their log-probabilities."""
+        """Token ids up to and including the end token, and their log-probabilities."""
         tokens: list[int] = []
         log_probs: list[float] = []
         inputs, cache = torch.tensor([list(prompt_ids)]), None
@@ -100,7 +100,7 @@ class Generator:
 
 @dataclass
 class Ordinals:
-    """Counts, within one version of the weights, how often the same thing was asked."""
+    """Counts how often the same request was made with one version of the weights."""
 
     version: Version = None
     seen: Counter[str] = field(default_factory=Counter)
@@ -113,9 +113,9 @@ class Ordinals:
 
 
 class CPUServer:
-    """Answers requests of verl's agent loops; runs as a Ray actor, and without Ray in a test.
+    """Answers requests of verl's agent loops. Runs as a Ray actor, or without Ray in a test.
 
-    ``ordinal(version, request)`` asks the server that counts for all; without it this server counts for itself.
+    ``ordinal(version, request)`` asks the server that counts for all servers; without it, this server counts itself.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class CPUServer:
         video_data: list[Any] | None = None,
         priority: int = 0,
     ) -> Generation:
-        """One response. ``request_id`` and ``priority`` do not matter."""
+        """Generate one response. ``request_id`` and ``priority`` are ignored."""
         if image_data or video_data:
-            raise ValueError("the cpu rollout generates text only: remove images and videos from the data")
+            raise ValueError("the cpu rollout supports only text: remove images and videos from the data")
         prompt_ids = [int(token) for token in prompt_ids]
         params = self._params(prompt_ids, sampling_params)
         request = fingerprint(prompt_ids, params)
@@ -174,7 +174,7 @@ class CPUServer:
         return SamplingParams.parse({"ignore_eos": config.ignore_eos, **sampling_params}, default, room)
 
     async def load_weights(self, weights: dict[str, torch.Tensor], version: Version) -> None:
-        """Weights from the trainer, after its global step ``version``."""
+        """Load the trainer's weights after global step ``version``."""
         self.generator.load(weights)
         self.version = version
         self.versions.append(version)
@@ -182,7 +182,7 @@ class CPUServer:
         logger.info("server %d has the weights of step %s", self.rank, version)
 
     async def ordinal(self, version: Version, request: str) -> int:
-        """How often the same was asked before with these weights, counted for all servers."""
+        """How often the same request was made before with these weights, over all servers."""
         return self._ordinals.next(version, request)
 
     async def counts(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class CPUServer:
                 file.write(json.dumps({"kind": kind, "version": self.version, "number": number}) + "\n")
 
     async def _nothing(self, *_: Any, **__: Any) -> None:
-        """There is no cache to free, and a request is never half done when another call arrives."""
+        """Nothing to do: there is no cache to free, and no request is unfinished when another call arrives."""
 
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
     abort_all_requests = resume_generation = start_profile = stop_profile = _nothing

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# DAPO on a machine without a GPU, from the repository's root: recipes/dapo/run_dapo_cpu.sh [overrides]
-# The model and the data are made in CPU_ASSETS, the dumps go to DUMPS.
+# DAPO on a machine without a GPU. Usage: recipes/dapo/run_dapo_cpu.sh [overrides]
+# Creates the model and the data in CPU_ASSETS and records to DUMPS.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -11,7 +11,7 @@ DUMPS=${DUMPS:-$HOME/.cache/verl-rollout-skip/dumps}
 $PYTHON -m recipes.cpu.assets "$CPU_ASSETS"
 eval "$($PYTHON -m recipes.cpu.environment "$CPU_ASSETS")"
 
-# the line with rollout_skip.mode records the rollouts of a first run and loads them in the next one
+# rollout_skip.mode=cache records the rollouts in the first run and loads them in the next one
 exec $PYTHON -m recipes.dapo.main_dapo --config-name=dapo_cpu \
     trainer.use_v1=False \
     trainer.total_training_steps=5 \

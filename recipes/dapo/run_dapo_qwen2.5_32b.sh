@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# DAPO of Qwen2.5-32B with the settings of the paper (arXiv 2503.14476), on NNODES nodes of 8 GPUs with vLLM.
-# Start Ray on the nodes first. The lines of this package are marked with "skip".
+# DAPO with Qwen2.5-32B and the settings of the paper (arXiv 2503.14476), on NNODES nodes of 8 GPUs with vLLM.
+# Start Ray on the nodes first. A "skip" comment marks the lines that belong to this package.
 set -euo pipefail
 
 HOME_DIR=${HOME_DIR:-$HOME/verl}

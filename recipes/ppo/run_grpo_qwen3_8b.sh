@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GRPO of Qwen3-8B on GSM8K, one node of 8 GPUs with vLLM, as in verl's examples.
-# The lines of this package are marked with "skip".
+# GRPO with Qwen3-8B on GSM8K, on one node of 8 GPUs with vLLM, as in verl's examples.
+# A "skip" comment marks the lines that belong to this package.
 set -euo pipefail
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}

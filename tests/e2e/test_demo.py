@@ -31,7 +31,7 @@ def test_the_demo_shows_the_saving_and_its_three_commands_work_when_pasted(tmp_p
     replay = next(row for row in rows if row[:1] == ["replay"])
     assert (replay[1], replay[-1]) == ("no", "yes")
     assert len(next(row for row in rows if row[:1] == ["saving"])) == 5
-    table = output.split("2/2 V1 replay: 2 steps")[1].split("List what is recorded")[0]
+    table = output.split("2/2 V1 replay: 2 steps")[1].split("List the recordings")[0]
     assert max(map(len, table.splitlines())) <= 80
 
     commands = [line for line in output.splitlines() if line.startswith("  ") and "rollout-skip" in line]

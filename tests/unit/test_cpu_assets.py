@@ -56,7 +56,7 @@ def test_the_same_values_make_the_same_files_anywhere_and_other_values_replace_t
 
 def test_a_folder_with_something_else_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("important")
-    with pytest.raises(FileExistsError, match="holds something else: give a new or an empty folder"):
+    with pytest.raises(FileExistsError, match="contains something else: use a new or an empty folder"):
         make_assets(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 

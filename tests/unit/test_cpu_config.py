@@ -88,7 +88,7 @@ def test_a_curve_says_where_it_began_and_where_it_ended() -> None:
     curve = Curve({step: step / 20 for step in range(1, 21)}, {0: 0.1, 20: 0.6})
     assert curve.summary() == (
         "Mean reward: 0.15 in the first 5 steps, 0.90 in the last 5. "
-        "Right answers to additions that it was not trained on: 10% after step 0, 60% after step 20."
+        "Accuracy on additions that are not in the training data: 10% after step 0, 60% after step 20."
     )
     assert Curve({}, {}).summary() == "No step was finished."
 

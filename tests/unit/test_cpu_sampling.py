@@ -84,8 +84,8 @@ def test_the_length_of_a_response_is_bounded_as_in_verls_vllm_server(sent: dict[
     [
         ({"repetition_penalty": 1.2}, "does not support repetition_penalty=1.2: leave it at 1.0"),
         ({"stop": ["\n"], "min_tokens": 3}, "does not support the sampling parameters stop, min_tokens"),
-        ({"top_p": 0.0}, "top_p is 0.0: give a probability above 0 and up to 1"),
-        ({"top_k": 0}, "top_k is 0: give a number of tokens, or -1 for all"),
+        ({"top_p": 0.0}, "top_p is 0.0: it must be above 0 and at most 1"),
+        ({"top_k": 0}, "top_k is 0: it must be a number of tokens, or -1 for all"),
         ({"temperature": -1}, "temperature is -1.0: it cannot be negative"),
         ({"temperature": math.nan}, "temperature is nan"),
     ],

@@ -44,6 +44,6 @@ def test_other_metrics_are_shown_and_end_with_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     differing = replace(REPLAY, metrics={1: {"actor/loss": 0.5}, 2: {"actor/loss": 0.2500001}})
-    with pytest.raises(SystemExit, match="The replay of ppo, dapo, v1 has other metrics than its recording"):
+    with pytest.raises(SystemExit, match="The metrics of ppo, dapo, v1 differ between recording and replay"):
         run_demo(monkeypatch, tmp_path, differing)
     assert sum(line.split()[-1:] == ["NO"] for line in capsys.readouterr().out.splitlines()) == len(demo.TRAININGS)

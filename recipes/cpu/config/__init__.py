@@ -1,1 +1,1 @@
-"""Hydra configuration of the CPU default, found as pkg://recipes.cpu.config."""
+"""Hydra configuration for training on CPU, found as pkg://recipes.cpu.config."""
