@@ -130,7 +130,7 @@ def kill_a_writer(folder: Path, writer: subprocess.Popen[str]) -> None:
 
 def damage(folder: Path) -> None:
     title("Flip one bit in the file of step 2")
-    path = folder / "step_000002" / "gen_000.parquet"
+    path = next(folder.glob("step_000002/gen_000.*.parquet"))
     good = path.read_bytes()
     position = len(good) // 2
     path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
@@ -156,7 +156,7 @@ def query(folder: Path) -> None:
     duckdb.sql(sql).show()
     sql = f"""
         SELECT in__reward_model->>'ground_truth' AS answer, skip__score, skip__response_length, responses[1:4] AS tokens
-        FROM '{folder}/step_000001/gen_000.parquet' ORDER BY skip__response_length DESC LIMIT 3"""
+        FROM '{folder}/step_000001/gen_000.*.parquet' ORDER BY skip__response_length DESC LIMIT 3"""
     print(sql, "\n")
     duckdb.sql(sql).show()
 

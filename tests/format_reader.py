@@ -31,8 +31,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if end != xxhash.xxh3_128(body + b"\n}").hexdigest().encode() + b'"\n}\n':
         raise DamagedError(f"{path}: its checksum is wrong")
     fields: dict[str, Any] = json.loads(data)
-    if fields.get("format_version", 1) > 1:
-        raise DamagedError(f"{path}: it is of a later version")
+    if fields.get("format_version", 2) != 2:
+        raise DamagedError(f"{path}: it is of another version")
     return fields
 
 
@@ -61,9 +61,9 @@ def trainings(variant: Path) -> list[dict[str, Any]]:
 def keys(variant: Path) -> list[tuple[int, int]]:
     """Step and generation batch of each committed entry."""
     found = []
-    for path in variant.glob("step_*/gen_*.parquet"):
-        if re.fullmatch(r"step_\d{6,}", path.parent.name) and re.fullmatch(r"gen_\d{3,}\.parquet", path.name):
-            found.append((int(path.parent.name[5:]), int(path.name[4:-8])))
+    for path in variant.glob("step_*/gen_*.json"):
+        if re.fullmatch(r"step_\d{6,}", path.parent.name) and re.fullmatch(r"gen_\d{3,}\.json", path.name):
+            found.append((int(path.parent.name[5:]), int(path.name[4:-5])))
     return sorted(found)
 
 
@@ -72,17 +72,19 @@ class Entry:
 
     def __init__(self, variant: Path, step: int, gen_batch: int) -> None:
         folder, name = variant / f"step_{step:06d}", f"gen_{gen_batch:03d}"
-        data = (folder / f"{name}.parquet").read_bytes()
-        digest = xxhash.xxh3_128(data).hexdigest()
-        candidates = [folder / f"{name}.json", *folder.glob(f".{name}.*.json")]
-        records = [read_json(path) for path in candidates if path.exists()]
-        fitting = [record for record in records if record["digest"] == digest]
-        if not fitting:
-            raise DamagedError(f"{folder / name}.parquet: no record has its digest")
-        self.record = fitting[0]
-        self.rollout = Rollout([data])
+        self.record = read_json(folder / f"{name}.json")
+        self.rollout = Rollout([self._read(folder, name, part) for part in self.record["parts"]])
         self.description = self.rollout.description
         self.output, self.input = self.rollout.output, self.rollout.input
+
+    @staticmethod
+    def _read(folder: Path, name: str, part: dict[str, Any]) -> bytes:
+        if part["file"] != f"{name}.{part['digest']}.parquet":
+            raise DamagedError(f"{part['file']} is not the name of a part")
+        data = (folder / part["file"]).read_bytes()
+        if (len(data), xxhash.xxh3_128(data).hexdigest()) != (part["bytes"], part["digest"]):
+            raise DamagedError(f"{folder / part['file']} has another size or digest than its record says")
+        return data
 
 
 class Rollout:

@@ -61,6 +61,10 @@ class NewerFormatError(UnreadableEntryError):
     """An entry was written by a later version of this package."""
 
 
+class OldFormatError(UnreadableEntryError):
+    """An entry was written by an earlier version of this package, in a format that is no longer read."""
+
+
 class EntryTooLargeError(StoreError):
     """Loading the entry would need more memory than allowed."""
 

@@ -23,12 +23,12 @@ from verl_rollout_skip.errors import ManifestError, RolloutSkipError
 from verl_rollout_skip.fingerprint import Fingerprint, Flat, flat_hash, plain
 from verl_rollout_skip.layout import gpu_layout, host, versions
 from verl_rollout_skip.secrets import mask
+from verl_rollout_skip.store.format import FORMAT_VERSION, explain_version
 from verl_rollout_skip.store.reader import EntryRecord, StoreReader
 from verl_rollout_skip.store.storage import HERE, Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
-MANIFEST_VERSION = 1
 NAME = "manifest.json"
 CONFIG_HASH = "config_hash"
 """Where the record of an entry says with which settings it was recorded: the ``config_hash`` of its manifest."""
@@ -128,7 +128,7 @@ def write_manifest(storage: Storage, manifest: Manifest) -> Manifest:
     if found is None:
         fields = {key: value for key, value in vars(manifest).items() if key not in ("trainings", "path")}
         try:
-            _publish(storage, HERE, NAME, _render({"format_version": MANIFEST_VERSION, **fields}), replace=False)
+            _publish(storage, HERE, NAME, _render({"format_version": FORMAT_VERSION, **fields}), replace=False)
         except FileExistsError:
             pass  # another process was first
         except OSError as error:
@@ -197,11 +197,8 @@ def read_manifest(storage: Storage, folder: str = HERE) -> Manifest | None:
     where = storage.where(folder, NAME)
     fields = _parse(data, where)
     version = fields.pop("format_version", None)
-    if not isinstance(version, int) or version > MANIFEST_VERSION:
-        raise ManifestError(
-            f"{where} is of format version {version}, this package reads up to {MANIFEST_VERSION}. Upgrade "
-            "verl-rollout-skip to read it."
-        )
+    if version != FORMAT_VERSION:
+        raise ManifestError(f"{where} is of {explain_version(version)}")
     try:
         manifest = Manifest(**fields, path=where)
     except TypeError as error:
@@ -285,8 +282,9 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
             raise ValueError(f"it holds a {type(fields).__name__}")
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{where} is damaged, it is no JSON object ({error}). Restore it from a copy.") from error
-    if isinstance(fields.get("format_version"), int) and fields["format_version"] > MANIFEST_VERSION:
-        return fields  # a later version may have another checksum; the caller refuses it
+    version = fields.get("format_version", FORMAT_VERSION)
+    if isinstance(version, int) and version != FORMAT_VERSION:
+        return fields  # another version may have another checksum; the caller refuses it
     checksum = fields.pop("checksum", None)
     if checksum is None:
         raise ManifestError(f"{where} was not written by this package, or was edited: it has no checksum.")

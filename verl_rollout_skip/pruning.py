@@ -28,9 +28,6 @@ from verl_rollout_skip.store.storage.local import LocalStorage
 from verl_rollout_skip.tokenizer import FOLDER as TOKENIZER
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_SET_ASIDE = re.compile(r"gen_\d{3,}\.(parquet|json)\.[0-9a-f]+\.corrupt")
-_LEFTOVER_S = 86400.0
-_OWN = re.compile(r"gen_\d{3,}\.(parquet|json)")
 
 
 @dataclass(frozen=True)
@@ -129,12 +126,11 @@ def choose_steps(variants: Sequence[VariantPlan], conditions: Conditions) -> Non
 
 
 def find_leftovers(storage: Storage, older_than_s: float) -> list[File]:
-    """Temporary files and records that writers left behind."""
+    """Temporary files and parts that writers left behind."""
     return [
         File(folder, file.name, file.size)
         for folder in [HERE, *sorted(storage.folders())]
-        for file in storage.files(folder)
-        if commit.is_leftover(storage, folder, file, older_than_s)
+        for file in commit.leftovers(storage, folder, older_than_s)
     ]
 
 
@@ -144,7 +140,7 @@ def find_set_aside(storage: Storage) -> list[File]:
         File(folder, file.name, file.size)
         for folder in sorted(storage.folders())
         for file in storage.files(folder)
-        if names.parse_folder(folder) is not None and _SET_ASIDE.fullmatch(file.name)
+        if names.parse_folder(folder) is not None and names.is_set_aside(file.name)
     ]
 
 
@@ -181,9 +177,9 @@ def _held(entries: StoreReader) -> list[RecordedStep]:
     steps = []
     for step, moment in sorted(recorded.items()):
         files = {file.name: file for file in entries.storage.files(names.folder_name(RolloutKey(step)))}
-        numbers = sorted(number for number in map(names.parse_data, files) if number is not None)
+        numbers = sorted(number for number in map(names.parse_record, files) if number is not None)
         keys = tuple(RolloutKey(step, number) for number in numbers)
-        own = [files[name] for key in keys for name in (names.data_name(key), names.record_name(key)) if name in files]
+        own = [files[name] for name in files if {names.parse_record(name), names.parse_part(name)} & {*numbers}]
         if keys:
             # Without a record that can be read the file itself says when.
             when = moment or max(file.changed for file in own)
@@ -266,7 +262,7 @@ def _new_since(storage: Storage) -> list[str]:
     """Why a variant whose planned steps were removed must stay: pins, entries and writers that have come meanwhile."""
     reasons = [f"{pin} was pinned meanwhile" for pin in pins.read_pins(storage)]
     reasons += [f"{key} was recorded meanwhile" for key in StoreReader(storage)]
-    if any(not commit.is_leftover(storage, folder, file, _LEFTOVER_S) for folder, file in _temporary(storage)):
+    if any(commit.is_being_written(file) for _, file in _temporary(storage)):
         reasons.append("something is being written into it")
     return reasons
 
@@ -287,7 +283,7 @@ def _remove_rest(plan: VariantPlan) -> None:
         storage.delete(folder, file.name)
     for folder in sorted(storage.folders()):
         found = storage.names(folder)
-        is_step = names.parse_folder(folder) is not None and not any(map(_is_data, found))
+        is_step = names.parse_folder(folder) is not None and not any(map(_is_record, found))
         for name in found:
             if folder in (TOKENIZER, TRAININGS) or (is_step and _is_own(name)):
                 storage.delete(folder, name)
@@ -298,12 +294,12 @@ def _remove_rest(plan: VariantPlan) -> None:
             os.rmdir(path)
 
 
-def _is_data(name: str) -> bool:
-    return names.parse_data(name) is not None
+def _is_record(name: str) -> bool:
+    return names.parse_record(name) is not None
 
 
 def _is_own(name: str) -> bool:
-    return bool(_OWN.fullmatch(name) or _SET_ASIDE.fullmatch(name)) or names.parse_pending(name) is not None
+    return names.parse_part(name) is not None or names.is_set_aside(name)
 
 
 def _remove_empty(storage: Storage, folder: str) -> None:

@@ -23,8 +23,8 @@ from verl_rollout_skip.errors import (
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME as MANIFEST
 from verl_rollout_skip.manifest import TRAININGS, read_manifest
-from verl_rollout_skip.store import commit, names
-from verl_rollout_skip.store.record import MAX_RECORD_BYTES, EntryRecord, parse_record, record_bytes
+from verl_rollout_skip.store import commit, committed, names
+from verl_rollout_skip.store.record import EntryRecord
 from verl_rollout_skip.store.storage import HERE, Storage
 from verl_rollout_skip.tokenizer import FOLDER as TOKENIZER
 
@@ -118,54 +118,43 @@ def copy_entries(
 def copy_entry(source: Storage, target: Storage, key: RolloutKey, read_back: bool = False) -> CopiedEntry:
     """Copy one entry unless the same rollout is there already."""
     try:
-        record = commit.read_record(source, key, _FILE_LIMIT)
+        record = committed.read_record(source, key)
         if _is_there(target, record):
             return _present(target, record, read_back)
-        committed = commit.load(source, key, _FILE_LIMIT)
+        found = committed.load(source, key, _FILE_LIMIT)
     except EntryNotFoundError as error:
         return CopiedEntry(key, Outcome.GONE, error=str(error))
     except UnreadableEntryError as error:
         return CopiedEntry(key, Outcome.DAMAGED, error=str(error))
     try:
-        made = commit.commit_copy(target, key, _record_data(source, committed.record), committed.data)
+        made = commit.commit_copy(target, key, found.record_data, found.parts)
         if read_back:
-            commit.load(target, key, _FILE_LIMIT)
+            committed.load(target, key, _FILE_LIMIT)
     except EntryExistsError as error:
         return CopiedEntry(key, Outcome.CONFLICT, error=str(error))
     except UnreadableEntryError as error:
         return CopiedEntry(key, Outcome.DAMAGED, error=f"At the destination: {error}")
-    same = made.digest == committed.record.digest
-    return CopiedEntry(key, Outcome.COPIED if same else Outcome.PRESENT, committed.record.bytes)
+    same = made.parts == found.record.parts
+    return CopiedEntry(key, Outcome.COPIED if same else Outcome.PRESENT, found.record.bytes)
 
 
 def _present(target: Storage, record: EntryRecord, read_back: bool) -> CopiedEntry:
     """An entry that is there already, whose bytes are looked at if they are to be."""
     try:
         if read_back:
-            commit.load(target, record.key, _FILE_LIMIT)
+            committed.load(target, record.key, _FILE_LIMIT)
     except (UnreadableEntryError, EntryNotFoundError) as error:
         return CopiedEntry(record.key, Outcome.DAMAGED, error=f"At the destination: {error}")
     return CopiedEntry(record.key, Outcome.PRESENT, record.bytes)
 
 
 def _is_there(target: Storage, record: EntryRecord) -> bool:
-    """Whether the destination has this very entry, by its record and its size."""
-    found = target.info(names.folder_name(record.key), names.data_name(record.key))
-    if found is None or found.size != record.bytes:
-        return False
+    """Whether the destination has this very entry, by its record and the sizes of its parts."""
+    files = {file.name: file for file in target.files(names.folder_name(record.key))}
     try:
-        return commit.read_record(target, record.key, _FILE_LIMIT).digest == record.digest
-    except UnreadableEntryError:
+        return committed.read_record(target, record.key, files).parts == record.parts
+    except (EntryNotFoundError, UnreadableEntryError):
         return False
-
-
-def _record_data(storage: Storage, record: EntryRecord) -> bytes:
-    """The record's own bytes, which may say more than this version knows; made anew if it has not got its name yet."""
-    with contextlib.suppress(FileNotFoundError, UnreadableEntryError):
-        data = bytes(storage.read(names.folder_name(record.key), names.record_name(record.key), MAX_RECORD_BYTES))
-        if parse_record(data, record.key).digest == record.digest:
-            return data
-    return record_bytes(record)
 
 
 def _copy_manifest(source: Storage, target: Storage) -> None:

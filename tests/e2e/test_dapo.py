@@ -57,7 +57,7 @@ def test_killed_within_a_step_it_goes_on_and_ends_as_if_it_had_not_been(
 ) -> None:
     several = next(step for step, count in gen_batches(recorded).items() if count >= 2)
     settings = (*SETTINGS, *skip("cache", tmp_path))
-    first_batch = f"*/*/step_{several:06}/gen_000.parquet"
+    first_batch = f"*/*/step_{several:06}/gen_000.json"
     trainings.run_until(DAPO, "killed", lambda _: any(tmp_path.glob(first_batch)), *settings)
     store = RolloutStore(variant_in(tmp_path))
     for key in store.keys():  # noqa: SIM118

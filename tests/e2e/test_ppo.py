@@ -207,7 +207,7 @@ def test_a_broken_entry_and_a_full_disk_are_told_and_the_training_goes_on(
     with mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path):
         shutil.copytree(dumps, tmp_path / "dumps")
         variant = variant_in(tmp_path / "dumps")
-        (broken,) = variant.glob("step_000002/gen_000.parquet")
+        (broken,) = variant.glob("step_000002/gen_000.*.parquet")
         content = bytearray(broken.read_bytes())
         content[len(content) // 2] ^= 1
         broken.write_bytes(content)

@@ -22,30 +22,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
 from tests.disks import Disk, mount
+from verl_rollout_skip.store import names
 from verl_rollout_skip.store.storage import Staged
+from verl_rollout_skip.store.storage.local import LocalStorage
 
 ROOT = Path(__file__).resolve().parents[2]
 
 Report = Callable[[str], None]
 
 
-def hidden_files(folder: Path) -> list[Path]:
-    """Temporary files and pending records."""
-    return sorted(path for path in folder.rglob(".*") if path.is_file())
-
-
 def leftovers(folder: Path) -> list[Path]:
-    """Hidden files that nobody needs: all but a record that belongs to the Parquet file beside it."""
-    found = []
-    for path in hidden_files(folder):
-        data = path.with_name(f"{path.name.split('.')[1]}.parquet")
-        digest = xxhash.xxh3_128(data.read_bytes()).hexdigest() if data.exists() else None
-        if not path.name.endswith(".json") or json.loads(path.read_text())["digest"] != digest:
-            found.append(path)
-    return found
+    """Files that nobody needs: temporary ones, and parts that no record lists. Those set aside are kept on purpose."""
+    kept = {path for path in folder.rglob("*.json") if names.parse_record(path.name) is not None}
+    listed = {path.with_name(part["file"]) for path in kept for part in parts_of(path)}
+    return sorted(
+        path for path in folder.rglob("*") if path.name[:1] == "." or (path.suffix == ".parquet" and path not in listed)
+    )
+
+
+def parts_of(record: Path) -> list[dict[str, Any]]:
+    """What a record lists; nothing if it is damaged."""
+    try:
+        return json.loads(record.read_bytes())["parts"]
+    except (ValueError, KeyError, TypeError):
+        return []
 
 
 class Forked:
@@ -220,11 +222,12 @@ def s3_options(s3_server: str) -> dict[str, Any]:
 
 
 def _refuse_more_than(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Staged._pass_on
+    publish = LocalStorage.publish
 
-    def write_if_it_fits(staged: Staged, data: Any) -> int:
-        if len(data) > disk.free():
+    def publish_if_it_fits(storage: LocalStorage, staged: Staged, name: str, replace: bool = False) -> None:
+        staged.measure()
+        if disk.free() < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(staged, data)
+        publish(storage, staged, name, replace)
 
-    monkeypatch.setattr(Staged, "_pass_on", write_if_it_fits)
+    monkeypatch.setattr(LocalStorage, "publish", publish_if_it_fits)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cli_program import ROOT, assert_fits, assert_one_line_error, run, run_as_nobody, run_without_torch
+from tests.entry_files import part_file
 from tests.trainings import RUN_NAME, Engine, Training, inputs_of
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main
@@ -36,7 +37,7 @@ def damaged(tmp_path: Path) -> Path:
     training = Training(tmp_path)
     training.record(K1, K2)
     [variant] = training.variants()
-    data = variant / "step_000002" / "gen_000.parquet"
+    data = part_file(variant, 2)
     data.write_bytes(data.read_bytes()[:-10])
     return variant
 
@@ -308,7 +309,7 @@ def test_a_generation_batch_that_is_not_recorded_is_an_error(
 ) -> None:
     variant = by_temperature(recorded)[1.0]
     rest = [word.format(out=tmp_path) for word in COMMANDS_WITH_STEPS[command]]
-    assert main([command, f"{variant}/step_000001/gen_007.parquet", *rest]) == 2
+    assert main([command, f"{variant}/step_000001/gen_007.json", *rest]) == 2
     assert "does not hold generation batch 7 of step 1; it holds generation batches [0, 1]." in capsys.readouterr().err
 
 
@@ -437,7 +438,7 @@ def test_ls_of_ten_thousand_entries_opens_no_parquet_file(tmp_path: Path) -> Non
         folder = tmp_path / "many" / f"step_{step:06d}"
         folder.mkdir(parents=True)
         (folder / "gen_000.json").write_bytes(record_bytes(replace(record, key=RolloutKey(step))))
-        with open(folder / "gen_000.parquet", "wb") as file:
+        with open(folder / record.parts[0].file, "wb") as file:
             os.truncate(file.fileno(), record.bytes)
     script = (
         "import sys; opened = []\n"

@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from tests.cli_program import assert_one_line_error, run, run_as_nobody
+from tests.entry_files import part_file, record_file
 from tests.trainings import Training
 from verl_rollout_skip import RolloutKey
 from verl_rollout_skip.cli.program import COMMANDS
@@ -58,9 +59,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name in ("broken", "newer", "newer manifest", "damaged manifest"):
         made[name] = Path(shutil.copytree(variant, folder / name.replace(" ", "_")))
-    data = made["broken"] / "step_000001" / "gen_000.parquet"
+    data = part_file(made["broken"])
     data.write_bytes(data.read_bytes()[:-10])
-    make_newer(made["newer"] / "step_000001" / "gen_000.json")
+    make_newer(record_file(made["newer"]))
     make_newer(made["newer manifest"] / "manifest.json")
     (made["damaged manifest"] / "manifest.json").write_text("{")
     made["closed"] = folder / "closed"
@@ -70,7 +71,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def make_newer(path: Path) -> None:
     text = path.read_text()
-    path.write_text(text.replace('"format_version": 1', '"format_version": 2'))
+    path.write_text(text.replace('"format_version": 2', '"format_version": 3'))
     assert path.read_text() != text
 
 
@@ -108,7 +109,7 @@ def test_each_command_says_in_one_line_what_is_wrong(places: dict[str, Path], tm
         assert_finding(found["broken"], BROKEN_ENTRY[command], "step 1, generation batch 0 is damaged")
         assert_finding(found["newer"], BROKEN_ENTRY[command], "Upgrade verl-rollout-skip")
     if command in NEWER_MANIFEST:
-        assert_finding(found["newer manifest"], NEWER_MANIFEST[command], "format version 2", "Upgrade")
+        assert_finding(found["newer manifest"], NEWER_MANIFEST[command], "format version 3", "Upgrade")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_resume_takes_a_path_in_the_current_directory_and_only_plans(places: dic
     assert "rollout steps:" not in done.stdout + done.stderr, "no training has ended"
 
 
-@pytest.mark.parametrize("path", ["manifest.json", "step_000001", "step_000001/gen_000.parquet", "."])
+@pytest.mark.parametrize("path", ["manifest.json", "step_000001", "step_000001/gen_000.json", "."])
 def test_others_take_a_path_in_the_current_directory_too(
     places: dict[str, Path], path: str, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -20,7 +20,8 @@ import pytest
 from tests.batches import rollout_output
 from tests.cli_program import ROOT, assert_one_line_error, run, run_as_nobody, run_without_torch
 from tests.disks import Disk
-from tests.integration.conftest import hidden_files, leftovers
+from tests.entry_files import part_file, record_file
+from tests.integration.conftest import leftovers
 from tests.trainings import RUN_NAME, Engine, Training, contents, inputs_of, recorded_output
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main
@@ -125,7 +126,7 @@ def test_an_interrupted_copy_has_whole_entries_only_and_goes_on(
     command = [sys.executable, "-m", "verl_rollout_skip.cli", "copy", str(many), str(target), "--jobs", "2"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while len(list(target.glob("step_*/gen_*.parquet"))) < 3:
+    while len(list(target.glob("step_*/gen_*.json"))) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(how)
@@ -134,22 +135,20 @@ def test_an_interrupted_copy_has_whole_entries_only_and_goes_on(
     assert there >= 3
     if how == signal.SIGINT and there < 60:
         assert (process.returncode, errors) == (130, "rollout-skip: interrupted\n")
-        assert hidden_files(target) == []
+        assert leftovers(target) == []
     assert main(["verify", str(target)]) == 0
     capsys.readouterr()
     [variant] = copy(capsys, many, target)
     assert variant["copied"] + variant["present"] == 60
     assert main(["prune", str(target), "--leftovers", "--yes"]) == 0
     assert leftovers(target) == []
-    # Killed after a commit and before its last step, it leaves a record under its pending name, where readers find it.
-    data = {name: content for name, content in contents(many).items() if name.endswith(".parquet")}
-    assert data.items() <= contents(target).items()
+    assert contents(many).items() <= contents(target).items()
     there, expected = RolloutStore(target), RolloutStore(many)
     assert [there.record(key) for key in expected] == [expected.record(key) for key in expected]
 
 
 def test_a_damaged_entry_is_not_copied_and_the_others_are(many: Path, tmp_path: Path, capsys: Any) -> None:
-    data = many / "step_000007" / "gen_000.parquet"
+    data = part_file(many, 7)
     data.write_bytes(data.read_bytes()[:-1] + b"x")
     [variant] = copy(capsys, many, tmp_path / "copy", code=1)
     assert (variant["copied"], [problem["step"] for problem in variant["problems"]]) == (59, [7])
@@ -171,7 +170,7 @@ def test_another_rollout_at_the_destination_is_kept_and_reported(many: Path, tmp
 
 def test_a_damaged_entry_at_the_destination_is_reported_and_left(many: Path, tmp_path: Path, capsys: Any) -> None:
     copy(capsys, many, tmp_path / "copy", "--steps", "1")
-    data = tmp_path / "copy" / "step_000001" / "gen_000.parquet"
+    data = part_file(tmp_path / "copy")
     data.write_bytes(data.read_bytes()[:-10])
     [variant] = copy(capsys, many, tmp_path / "copy", "--steps", "1", code=1)
     assert variant["problems"][0]["error"].startswith("At the destination: ")
@@ -180,7 +179,7 @@ def test_a_damaged_entry_at_the_destination_is_reported_and_left(many: Path, tmp
 def test_reading_back_looks_at_what_is_there_already_too(many: Path, tmp_path: Path, capsys: Any) -> None:
     """A changed byte in the middle: name, size and record are as they should be."""
     copy(capsys, many, tmp_path / "copy", "--steps", "1-2")
-    data = tmp_path / "copy" / "step_000001" / "gen_000.parquet"
+    data = part_file(tmp_path / "copy")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
@@ -236,22 +235,12 @@ def test_a_record_of_a_later_version_keeps_what_is_not_known_here(tmp_path: Path
 
     with RolloutStore(tmp_path / "a") as store:
         store.put(K1, rollout_output(2))
-    path = tmp_path / "a" / "step_000001" / "gen_000.json"
+    path = record_file(tmp_path / "a")
     fields = json.loads(path.read_text())
     del fields["checksum"]
     path.write_bytes(entry._render({**fields, "colour": "blue"}))
     copy(capsys, tmp_path / "a", tmp_path / "b")
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
-
-
-def test_a_writer_that_died_before_naming_the_record_is_no_obstacle(tmp_path: Path, capsys: Any) -> None:
-    with RolloutStore(tmp_path / "a") as store:
-        store.put(K1, rollout_output(2))
-    digest = store.record(K1).digest
-    named = tmp_path / "a" / "step_000001" / "gen_000.json"
-    named.rename(named.with_name(f".gen_000.{digest}.abcdef.json"))
-    copy(capsys, tmp_path / "a", tmp_path / "b")
-    assert RolloutStore(tmp_path / "b").verify(K1).digest == digest
 
 
 def test_too_little_room_is_said_before_anything_is_copied(

@@ -11,6 +11,7 @@ import torch
 
 from tests.batches import rollout_input, rollout_output
 from tests.cli_program import assert_fits, assert_one_line_error, run, run_as_nobody, run_without_torch
+from tests.entry_files import part_file
 from tests.trainings import Engine, Training, inputs_of
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main
@@ -252,7 +253,7 @@ def test_bad_input_is_one_line_and_exit_code_2(recorded: Training, tmp_path: Pat
 
 def test_a_damaged_entry_is_one_line_that_names_it(tmp_path: Path) -> None:
     a, b = store_with(tmp_path / "a", rollout_output(2)), store_with(tmp_path / "b", rollout_output(4))
-    data = b / "step_000001" / "gen_000.parquet"
+    data = part_file(b)
     data.write_bytes(data.read_bytes()[:-10])
     assert_one_line_error(run("diff", a, b), str(data), "damaged")
 

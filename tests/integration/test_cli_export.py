@@ -26,6 +26,7 @@ from verl import DataProto
 
 from tests.batches import objects, rollout_input, rollout_output
 from tests.cli_program import assert_one_line_error, run, run_as_nobody, run_without_torch
+from tests.entry_files import part_file
 from tests.trainings import Training, contents
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main
@@ -354,7 +355,7 @@ def test_a_damaged_entry_leaves_no_half_file(tmp_path: Path, tokenizer: Path, ca
     with RolloutStore(tmp_path / "store") as store:
         store.put(K1, rollout_output(2))
         store.put(RolloutKey(1, 1), rollout_output(2))
-    data = tmp_path / "store" / "step_000001" / "gen_001.parquet"
+    data = part_file(tmp_path / "store", 1, 1)
     data.write_bytes(data.read_bytes()[:-10])
     (tmp_path / "out").mkdir()
     place = tmp_path / "out" / "x"

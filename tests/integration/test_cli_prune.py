@@ -18,6 +18,7 @@ import pytest
 
 from tests.batches import rollout_output
 from tests.cli_program import ROOT, assert_fits, assert_one_line_error, run, run_as_nobody, run_without_torch
+from tests.entry_files import part_file, record_file
 from tests.trainings import Training, contents
 from verl_rollout_skip import RolloutKey, RolloutStore, manifest
 from verl_rollout_skip.cli import main
@@ -272,7 +273,7 @@ def test_a_writer_at_work_keeps_the_variant_and_can_finish(tmp_path: Path) -> No
     with plan.storage.stage("step_000002") as staged:
         staged.write(b"x")
         assert carry_out(plan).reasons == ["something is being written into it"]
-        plan.storage.publish(staged, "gen_000.parquet")
+        plan.storage.publish(staged, "gen_000.json")
     assert (variant / "manifest.json").exists()
 
 
@@ -398,7 +399,7 @@ def test_leftovers_of_crashed_writers_go_and_those_of_living_ones_stay(tmp_path:
 
 def test_entries_that_were_set_aside_go_only_when_asked(tmp_path: Path, capsys: Any) -> None:
     recording(tmp_path, 1, 2)
-    data = tmp_path / "step_000001" / "gen_000.parquet"
+    data = part_file(tmp_path)
     data.write_bytes(data.read_bytes()[:-10])
     RolloutStore(tmp_path).set_aside(RolloutKey(1))
     prune(capsys, tmp_path, "--leftovers", "--yes")
@@ -411,7 +412,7 @@ def test_entries_that_were_set_aside_go_only_when_asked(tmp_path: Path, capsys: 
 
 def test_an_entry_whose_record_is_damaged_can_be_removed(tmp_path: Path, capsys: Any) -> None:
     recording(tmp_path, 1, 2)
-    (tmp_path / "step_000001" / "gen_000.json").write_text("{")
+    record_file(tmp_path).write_text("{")
     prune(capsys, tmp_path, "--steps", "1", "--yes")
     assert steps_in(tmp_path) == [2]
 
@@ -472,7 +473,7 @@ def test_an_object_store_works_like_a_folder(capsys: Any) -> None:
         (["prune", "{path}", "--max-size", "much"], "--max-size is 'much'"),
         (["prune", "{path}", "--keep-last", "-1"], "--keep-last is -1"),
         (["prune", "{path}", "--variants", "--steps", "1"], "leave the steps out"),
-        (["prune", "{path}/step_000001/gen_000.parquet"], "a step goes as a whole"),
+        (["prune", "{path}/step_000001/gen_000.json"], "a step goes as a whole"),
         (["pin", "{path}"], "Use either steps"),
         (["pin", "{path}", "--steps", "7"], "does not hold steps 7; it holds steps 1"),
         (["unpin", "{path}", "--steps", "1", "--variant"], "Use either steps"),

@@ -12,6 +12,7 @@ import torch
 
 from tests.batches import objects, rollout_input, rollout_output
 from tests.cli_program import assert_fits, assert_one_line_error, run, run_as_nobody, run_without_torch
+from tests.entry_files import part_file, record_file
 from tests.trainings import Training
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main
@@ -97,8 +98,8 @@ def test_a_step_can_be_named_by_its_path_or_by_its_number(recorded: Path, capsys
         assert main(["stats", *way, "--json"]) == 0
         [variant] = json.loads(capsys.readouterr().out)["variants"]
         assert [(step["step"], step["gen_batch"]) for step in variant["steps"]] == [(1, 0), (1, 1)]
-    for name in ("gen_001.parquet", "gen_001.json"):
-        found = stats(recorded / "step_000001" / name, capsys)
+    for file in (part_file(recorded, 1, 1), record_file(recorded, 1, 1)):
+        found = stats(file, capsys)
         assert [(step["step"], step["gen_batch"]) for step in found["steps"]] == [(1, 1)]
 
 
@@ -210,7 +211,7 @@ def test_a_damaged_entry_is_named_and_the_others_are_shown(tmp_path: Path, capsy
     training = Training(tmp_path)
     training.record(K1, K2)
     [variant] = training.variants()
-    data = variant / "step_000002" / "gen_000.parquet"
+    data = part_file(variant, 2)
     data.write_bytes(data.read_bytes()[:-10])
     found = stats(variant, capsys, code=1)
     assert [step["step"] for step in found["steps"]] == [1]
@@ -222,7 +223,7 @@ def test_changed_bytes_of_a_column_are_noticed(tmp_path: Path, capsys: Any) -> N
     training = Training(tmp_path)
     training.record(K1)
     [variant] = training.variants()
-    data = variant / "step_000001" / "gen_000.parquet"
+    data = part_file(variant)
     import pyarrow.parquet as pq
 
     metadata = pq.read_metadata(data)
@@ -232,7 +233,7 @@ def test_changed_bytes_of_a_column_are_noticed(tmp_path: Path, capsys: Any) -> N
     content[chunk.data_page_offset + chunk.total_compressed_size - 3] ^= 1
     data.write_bytes(content)
     found = stats(variant, capsys, code=1)
-    assert "gen_000.parquet" in found["unreadable"][0]["error"]
+    assert data.name in found["unreadable"][0]["error"]
 
 
 def test_an_object_store_works_like_a_folder(tmp_path: Path, capsys: Any) -> None:
@@ -249,7 +250,7 @@ def test_only_the_pages_that_are_needed_are_read(tmp_path: Path, capsys: Any) ->
     training = Training(tmp_path)
     training.record(K1)
     [variant] = training.variants()
-    data = variant / "step_000001" / "gen_000.parquet"
+    data = part_file(variant)
     import pyarrow.parquet as pq
 
     metadata = pq.read_metadata(data)
@@ -286,7 +287,7 @@ def test_a_later_format_asks_for_an_upgrade(tmp_path: Path, capsys: Any) -> None
     training = Training(tmp_path)
     training.record(K1)
     [variant] = training.variants()
-    record_file = variant / "step_000001" / "gen_000.json"
-    record_file.write_text(record_file.read_text().replace('"format_version": 1', '"format_version": 2'))
+    file = record_file(variant)
+    file.write_text(file.read_text().replace('"format_version": 2', '"format_version": 3'))
     found = stats(variant, capsys, code=1)
     assert "Upgrade verl-rollout-skip" in found["unreadable"][0]["error"]

@@ -17,7 +17,7 @@ from tests.batches import assert_same_batch, rollout_output
 from tests.integration.conftest import Forked, Report, leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import EntryExistsError, EntryNotFoundError
-from verl_rollout_skip.store import codec, commit
+from verl_rollout_skip.store import codec, commit, committed
 from verl_rollout_skip.store.storage.local import LocalStorage
 
 PROCESSES = 8
@@ -60,7 +60,7 @@ def all_at_once(
 
 
 def check_everything(folder: Path) -> RolloutStore:
-    """Every entry verifies, and nothing is left behind once the records that replacing writers keep are pruned."""
+    """Every entry verifies, and nothing is left behind once the parts of interrupted clean-ups are pruned."""
     store = RolloutStore(folder, background=False)
     for key in store:
         assert store.verify(key).key == key
@@ -217,6 +217,18 @@ class MeanwhileStorage(LocalStorage):
         self._before("read", name)
         return super().read(folder, name, limit)
 
+    def stage(self, folder: str) -> Any:
+        self._before("stage", "")
+        return super().stage(folder)
+
+    def info(self, folder: str, name: str) -> Any:
+        self._before("info", name)
+        return super().info(folder, name)
+
+    def files(self, folder: str) -> Any:
+        self._before("files", "")
+        return super().files(folder)
+
 
 def put_through(storage: Any, seed: int, replace: bool) -> None:
     try:
@@ -247,7 +259,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "put on a taken key": lambda storage: put_through(storage, 1, replace=False),
     "replace": lambda storage: put_through(storage, 2, replace=True),
     "delete": delete_through,
-    "get": lambda storage: commit.load(storage, K, 1 << 40),
+    "get": lambda storage: committed.load(storage, K, 1 << 40),
 }
 MEANWHILE: dict[str, Callable[[Any], Any]] = {
     "same": lambda storage: put_through(storage, 1, replace=False),

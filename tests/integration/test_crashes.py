@@ -24,7 +24,8 @@ from verl import DataProto
 
 from tests.batches import assert_same_batch, rollout_output
 from tests.disks import Disk
-from tests.integration.conftest import Forked, Report, hidden_files, leftovers
+from tests.entry_files import part_file
+from tests.integration.conftest import Forked, Report, leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import CorruptEntryError, EntryExistsError, EntryNotFoundError
 
@@ -134,7 +135,7 @@ def test_a_writer_killed_at_a_random_moment_loses_nothing_that_was_committed(
             expected.hear(line)
         expected.forget_unfinished()
         assert child.exit_code == -signal.SIGKILL
-        interrupted += bool(hidden_files(tmp_path))
+        interrupted += bool(leftovers(tmp_path))
         expected.check(store)
         if number % 5 == 4:
             store.prune(older_than_s=0)
@@ -235,7 +236,7 @@ def test_a_process_killed_at_any_stage_leaves_the_old_entry_or_the_new_one(
         if story.before is not None:
             store.put(K, rollout(OLD))
     if story.before == DAMAGED:
-        (original / "step_000001" / "gen_000.parquet").write_bytes(b"damaged")
+        part_file(original).write_bytes(b"damaged")
     if story.act is prune:
         leave_something_behind(original, fork)
 
@@ -290,14 +291,14 @@ def check_after_a_crash(folder: Path, allowed: frozenset[int | None]) -> int | N
 
 
 def leave_something_behind(folder: Path, fork: Callable[..., Forked]) -> None:
-    """Temporary files of a process that was killed."""
+    """A temporary file and a part of a process that was killed."""
 
     def work(report: Report) -> None:
         die_at(5)
         RolloutStore(folder, background=False).put(K, rollout(NEW), replace=True)
 
     assert fork(work).exit_code == -signal.SIGKILL
-    assert hidden_files(folder)
+    assert {path.name[:5] for path in leftovers(folder)} == {".tmp-", "gen_0"}
 
 
 def test_every_name_is_given_to_synced_bytes_and_every_folder_is_synced_before_put_returns(

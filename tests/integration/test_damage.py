@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict
 
 from tests.batches import assert_same_batch, rollout_input, rollout_output
+from tests.entry_files import part_file, record_file
+from tests.integration.conftest import leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import (
     CorruptEntryError,
@@ -26,8 +24,6 @@ from verl_rollout_skip.errors import (
     StoreError,
     UnreadableEntryError,
 )
-from verl_rollout_skip.store import codec, commit
-from verl_rollout_skip.store.storage.local import LocalStorage
 
 K = RolloutKey(1)
 OTHER = RolloutKey(1, 1)
@@ -35,10 +31,8 @@ DAMAGES_EACH = 50
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutStore:
+def store(tmp_path: Path) -> RolloutStore:
     """Two entries of the same shape: a file of the one looks right in the place of the other."""
-    # A reader waits a moment for another writer before it calls an entry damaged; here are a thousand and no writer.
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     store = RolloutStore(tmp_path, background=False)
     for seed, key in enumerate((K, OTHER)):
         store.put(key, rollout_output(8, seed=seed), inputs=rollout_input(8, seed=seed), info={"seed": seed})
@@ -46,8 +40,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutStore:
 
 
 def files_of(store: RolloutStore, key: RolloutKey) -> tuple[Path, Path]:
-    folder = Path(store.path) / f"step_{key.step:06d}"
-    return folder / f"gen_{key.gen_batch:03d}.parquet", folder / f"gen_{key.gen_batch:03d}.json"
+    return part_file(store.path, key.step, key.gen_batch), record_file(store.path, key.step, key.gen_batch)
 
 
 def flip_a_bit(data: bytearray, chance: random.Random) -> None:
@@ -185,14 +178,15 @@ def test_an_entry_copied_to_another_step_is_refused(store: RolloutStore) -> None
     assert_same_batch(rollout_output(8, seed=0), store.get(K))
 
 
-def test_a_missing_record_is_named_and_a_missing_parquet_file_means_not_recorded(store: RolloutStore) -> None:
+def test_a_missing_part_is_named_and_a_missing_record_means_not_recorded(store: RolloutStore) -> None:
     data, record = files_of(store, K)
-    saved = record.read_bytes()
-    record.unlink()
-    with pytest.raises(CorruptEntryError, match=r"record of step 1, generation batch 0 is missing.*gen_000\.json"):
-        store.get(K)
-    record.write_bytes(saved)
+    saved = data.read_bytes()
     data.unlink()
+    assert K in store
+    with pytest.raises(CorruptEntryError, match=rf"step 1, .* is damaged: .*{data.name} is missing"):
+        store.get(K)
+    data.write_bytes(saved)
+    record.unlink()
     assert K not in store
     with pytest.raises(EntryNotFoundError):
         store.get(K)
@@ -225,10 +219,11 @@ def test_a_damaged_entry_can_be_set_aside_and_recorded_again(store: RolloutStore
 
 
 def test_a_damaged_entry_can_be_replaced(store: RolloutStore) -> None:
-    for path in files_of(store, K):
-        path.write_bytes(b"broken")
+    for number in (0, 1):
+        files_of(store, K)[number].write_bytes(b"broken")
         store.put(K, rollout_output(8, seed=6), replace=True)
         assert_same_batch(rollout_output(8, seed=6), store.get(K))
+    assert leftovers(Path(store.path)) == [], "the broken part is still there"
     store.prune(older_than_s=0)
     assert_same_batch(rollout_output(8, seed=6), store.get(K))
 
@@ -249,30 +244,3 @@ def test_damage_of_one_entry_does_not_touch_the_others(store: RolloutStore) -> N
     assert store.verify(OTHER).info == {"seed": 1}
     store.prune(older_than_s=0)
     assert store.keys() == [K, OTHER]
-
-
-def test_a_record_left_by_a_crash_is_not_mistaken_for_that_of_a_file_of_the_same_size(tmp_path: Path) -> None:
-    """A replacing writer died after the Parquet file and before the record; both rollouts take as many bytes."""
-
-    def noise(seed: int) -> Any:
-        values = torch.randint(0, 256, (4, 4096), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-        return TensorDict({"noise": values}, batch_size=[4])
-
-    class DiesBeforeTheRecord(LocalStorage):
-        def publish(self, staged: Any, name: str, replace: bool = False) -> None:
-            if name == "gen_000.json":
-                raise KeyboardInterrupt
-            super().publish(staged, name, replace)
-
-        def rename(self, folder: str, old: str, new: str) -> None:
-            raise KeyboardInterrupt
-
-    store = RolloutStore(tmp_path, background=False)
-    store.put(K, noise(1), info={"seed": 1})
-    with pytest.raises(KeyboardInterrupt):
-        commit.commit(DiesBeforeTheRecord(tmp_path), K, codec.prepare(noise(2)), {"seed": 2}, replace=True)
-    assert_same_batch(noise(2), store.get(K))
-    assert store.record(K).info == {"seed": 2}
-    with pytest.raises(StoreError, match="already recorded with another rollout"):
-        store.put(K, noise(1))
-    store.put(K, noise(2))

@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.arithmetic_run import make_training
 from tests.arithmetic_run import record as record_arithmetic
 from tests.documents import DOCUMENTS, ROOT, Block, blocks_of, messages
+from tests.entry_files import part_file
 from verl_rollout_skip.cli import main as rollout_skip
 from verl_rollout_skip.config import SkipConfig, run_name
 from verl_rollout_skip.fingerprint import make_fingerprint
@@ -271,7 +272,7 @@ def check_source(block: Block, place: Place, monkeypatch: Any, folder: Path) -> 
         files = re.findall(r'"rollouts/(.+?)"', block.text)
         assert all(list(place.variant.glob(pattern)) for pattern in files)
         columns = re.findall(r'pl\.col\("(\w+)"\)', block.text)
-        assert set(columns) <= set(pq.read_schema(place.variant / "step_000001/gen_000.parquet").names)
+        assert set(columns) <= set(pq.read_schema(part_file(place.variant)).names)
 
 
 def run_entry_point(block: Block, monkeypatch: Any, folder: Path) -> None:
@@ -295,9 +296,12 @@ def run_entry_point(block: Block, monkeypatch: Any, folder: Path) -> None:
 
 
 def check_tree(block: Block, place: Place) -> None:
-    for name in ("manifest.json", "trainings", "step_000001/gen_000.parquet", "step_000001/gen_000.json"):
+    for name in ("manifest.json", "trainings", "step_000001/gen_000.json"):
         assert name in block.text
         assert (place.variant / name).exists()
+    digest, names = r"[0-9a-f]{32}", re.sub("[{<]digest[}>]", "0" * 32, block.text)
+    assert re.search(rf"step_000001/gen_000\.{digest}\.parquet", names)
+    assert re.fullmatch(rf"gen_000\.{digest}\.parquet", part_file(place.variant).name)
 
 
 def check_log(block: Block) -> None:

@@ -250,7 +250,7 @@ def test_a_disk_that_fails_at_any_call_is_reported_and_leaves_a_whole_entry_or_n
             assert is_new
             break
         if raised is None:
-            # Committed and durable; only the record's own name could not be given.
+            # Committed and durable; only what it replaced could not be removed.
             assert is_new, f"put returned although call {number} failed, and the rollout is not there"
             assert isinstance(broken, OSError), "the interrupt was swallowed"
         store.prune(older_than_s=0)
@@ -281,7 +281,7 @@ def test_a_failed_sync_of_the_folder_is_not_reported_as_written(
     def note_link(source: str, name: str, **options: Any) -> None:
         nonlocal linked
         link(source, name, **options)
-        linked = linked or name.endswith(".parquet")
+        linked = linked or name.endswith(".json")
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "link", note_link)

@@ -35,16 +35,19 @@ import xxhash
 from tensordict import NonTensorData, TensorDict
 
 from tests.batches import assert_same_batch, objects, rollout_input, rollout_output
+from tests.entry_files import part_file, record_file
 from tests.integration.conftest import Forked, Report
 from tests.integration.test_damage import DAMAGES
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import (
+    CorruptEntryError,
     NewerFormatError,
     StoreError,
     UnreadableEntryError,
     UnsafePathError,
 )
-from verl_rollout_skip.store.record import record_bytes
+from verl_rollout_skip.store import names
+from verl_rollout_skip.store.record import RecordedPart, record_bytes
 
 K = RolloutKey(1)
 METADATA = b"rollout_skip"
@@ -108,18 +111,22 @@ class Forger:
         self.store = RolloutStore(folder, background=False, max_load_bytes=MAX_LOAD_BYTES)
         self.store.put(K, batch, inputs=inputs)
         self.record = self.store.record(K)
-        self.data_file = folder / "step_000001" / "gen_000.parquet"
-        self.record_file = folder / "step_000001" / "gen_000.json"
+        self.data_file = part_file(folder)
+        self.record_file = record_file(folder)
         self.data = self.data_file.read_bytes()
         file = pq.ParquetFile(io.BytesIO(self.data))
         self.table = file.read().replace_schema_metadata(None)
         self.description = json.loads(file.metadata.metadata[METADATA])
 
-    def commit(self, data: bytes, **changes: Any) -> None:
-        """Put these bytes in place of the Parquet file, with a record that is right about them."""
+    def commit(self, data: bytes, part: dict[str, Any] | None = None, **changes: Any) -> None:
+        """Put these bytes in place of the part, with a record that is right about them but for what is changed."""
+        digest = xxhash.xxh3_128(data).hexdigest()
+        self.data_file = self.data_file.with_name(names.part_name(K, digest))
         self.data_file.write_bytes(data)
-        changes = {"digest": xxhash.xxh3_128(data).hexdigest(), "bytes": len(data), **changes}
-        self.record_file.write_bytes(record_bytes(replace(self.record, **changes)))
+        rows = changes.get("rows", self.record.rows)
+        made = {"file": self.data_file.name, "rows": rows, "bytes": len(data), "digest": digest, **(part or {})}
+        parts = (RecordedPart(**made),)
+        self.record_file.write_bytes(record_bytes(replace(self.record, **{"parts": parts, **changes})))
 
     def write(self, description: Any = None, table: pa.Table | None = None, **options: Any) -> None:
         """Write the Parquet file anew with another description or other columns."""
@@ -400,7 +407,7 @@ DEEP = b"[" * 200_000 + b"]" * 200_000
 
 @pytest.mark.parametrize(
     "text",
-    [DEEP, b"", b"null", b"[]", b"{}", b'"x"', b"NaN", b"\xff\xfe", b"1" * 100_000, b'{"format_version": 1}'],
+    [DEEP, b"", b"null", b"[]", b"{}", b'"x"', b"NaN", b"\xff\xfe", b"1" * 100_000, b'{"format_version": 2}'],
     ids=lambda text: text[:24].decode("latin-1"),
 )
 def test_a_description_that_is_none_is_refused(forger: Forger, fork: Callable[..., Forked], text: bytes) -> None:
@@ -454,11 +461,15 @@ def test_a_record_that_is_none_is_refused(padded: Forger, fork: Callable[..., Fo
     "changes",
     [
         {"rows": 10**12},
-        {"bytes": 10**12},
-        {"bytes": "many"},
-        {"bytes": None},
-        {"digest": 5},
-        {"digest": "../../../etc/passwd"},
+        {"part": {"rows": 10**12}, "rows": 10**12},
+        {"part": {"bytes": 10**12}},
+        {"part": {"bytes": "many"}},
+        {"part": {"bytes": None}},
+        {"part": {"digest": 5}},
+        {"part": {"digest": "../../../etc/passwd"}},
+        {"part": {"file": "../../../etc/passwd"}},
+        {"parts": []},
+        {"parts": "none"},
         {"content": None},
         {"info": [1]},
         {"created_at": 3},
@@ -489,7 +500,8 @@ def test_a_sparse_file_of_a_terabyte_is_not_read(padded: Forger, fork: Callable[
     with padded.data_file.open("ab") as file:
         file.truncate(1 << 40)
     if forged:
-        padded.record_file.write_bytes(record_bytes(replace(padded.record, bytes=1 << 40)))
+        (part,) = padded.record.parts
+        padded.record_file.write_bytes(record_bytes(replace(padded.record, parts=(replace(part, bytes=1 << 40),))))
     outcomes = load_in_a_fence(fork, padded)
     assert outcomes["get"] == ("EntryTooLargeError" if forged else "CorruptEntryError")
 
@@ -497,7 +509,6 @@ def test_a_sparse_file_of_a_terabyte_is_not_read(padded: Forger, fork: Callable[
         fence(30)
         before = forget_peak()
         store = RolloutStore(padded.store.path, background=False)
-        padded.data_file.with_name(f".gen_000.{'0' * 32}.abcdef.json").write_bytes(b"{}")
         store.prune(older_than_s=0)
         with pytest.raises(StoreError):
             store.put(K, rollout_output(4))
@@ -516,13 +527,13 @@ def test_a_sparse_file_of_a_terabyte_is_not_read(padded: Forger, fork: Callable[
 
 
 def test_an_entry_of_a_later_format_asks_for_an_upgrade(padded: Forger) -> None:
-    padded.write({**padded.description, "format_version": 2})
+    padded.write({**padded.description, "format_version": 3})
     with pytest.raises(NewerFormatError, match="Upgrade verl-rollout-skip"):
         padded.store.get(K)
     padded.write()
     fields = json.loads(padded.record_file.read_bytes())
     del fields["checksum"]
-    fields = {**fields, "format_version": 2, "something_new": [1]}
+    fields = {**fields, "format_version": 3, "something_new": [1]}
     checksum = xxhash.xxh3_128(json.dumps(fields, indent=2).encode()).hexdigest()
     padded.record_file.write_text(json.dumps({**fields, "checksum": checksum}, indent=2) + "\n")
     with pytest.raises(NewerFormatError, match="Upgrade verl-rollout-skip"):
@@ -566,15 +577,15 @@ def link_the_step_folder(run: Path, outside: Path) -> None:
 
 
 def link_the_parquet_file(run: Path, outside: Path) -> None:
-    file = run / "step_000001" / "gen_000.parquet"
+    file = part_file(run)
     file.unlink()
-    file.symlink_to(outside / "run" / "step_000001" / "gen_000.parquet")
+    file.symlink_to(part_file(outside / "run"))
 
 
 def link_the_record(run: Path, outside: Path) -> None:
-    file = run / "step_000001" / "gen_000.json"
+    file = record_file(run)
     file.unlink()
-    file.symlink_to(outside / "run" / "step_000001" / "gen_000.json")
+    file.symlink_to(record_file(outside / "run"))
 
 
 def link_both(run: Path, outside: Path) -> None:
@@ -583,31 +594,31 @@ def link_both(run: Path, outside: Path) -> None:
 
 
 def dangling_link(run: Path, outside: Path) -> None:
-    file = run / "step_000001" / "gen_000.parquet"
+    file = part_file(run)
     file.unlink()
     file.symlink_to(outside / "to be made")
 
 
 def pipe_for_the_parquet_file(run: Path, outside: Path) -> None:
-    file = run / "step_000001" / "gen_000.parquet"
+    file = part_file(run)
     file.unlink()
     os.mkfifo(file)
 
 
 def pipe_for_the_record(run: Path, outside: Path) -> None:
-    file = run / "step_000001" / "gen_000.json"
+    file = record_file(run)
     file.unlink()
     os.mkfifo(file)
 
 
 def folder_for_the_parquet_file(run: Path, outside: Path) -> None:
-    file = run / "step_000001" / "gen_000.parquet"
+    file = part_file(run)
     file.unlink()
     file.mkdir()
 
 
 def folder_for_the_record(run: Path, outside: Path) -> None:
-    file = run / "step_000001" / "gen_000.json"
+    file = record_file(run)
     file.unlink()
     file.mkdir()
 
@@ -618,7 +629,7 @@ def file_for_the_step_folder(run: Path, outside: Path) -> None:
 
 
 def device_for_the_parquet_file(run: Path, outside: Path) -> None:
-    file = run / "step_000001" / "gen_000.parquet"
+    file = part_file(run)
     file.unlink()
     try:
         os.mknod(file, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero, which never ends
@@ -683,6 +694,27 @@ def test_nothing_outside_the_run_folder_is_read_or_written(
     assert not (canary / "to be made").exists()
 
 
+@pytest.mark.parametrize("where", ["../../outside/run/step_000001/{}", "{outside}/run/step_000001/{}", "../step_1/{}"])
+def test_a_part_that_a_record_names_cannot_lie_outside_its_folder(run: Path, canary: Path, where: str) -> None:
+    """The checksum of the record, and the digest and size of the file outside, are all right."""
+    store = RolloutStore(run, background=False)
+    foreign, record = RolloutStore(canary / "run").record(K), store.record(K)
+    (part,) = foreign.parts
+    name = where.format(part.file, outside=canary)
+    assert (run / "step_000001" / name).exists() or where.startswith("../step")
+    forged = replace(record, rows=part.rows, parts=(replace(part, file=name),))
+    record_file(run).write_bytes(record_bytes(forged))
+    before = contents(canary)
+    for call in (store.get, store.verify, store.record):
+        with pytest.raises(CorruptEntryError, match="not the name of a part of step 1"):
+            call(K)
+    store.set_aside(K)
+    store.put(K, rollout_output(4, seed=2))
+    store.delete(K)
+    store.prune(older_than_s=-1)
+    assert contents(canary) == before
+
+
 @pytest.mark.parametrize("trap", [link_the_step_folder, link_both])
 def test_a_good_entry_behind_a_link_is_not_loaded_and_the_message_says_why(
     run: Path, canary: Path, trap: Callable[[Path, Path], None]
@@ -705,19 +737,21 @@ def test_strange_names_in_a_run_folder_are_ignored(run: Path, canary: Path) -> N
     before, keys = contents(canary), store.keys()
     for name in ("step_1", "step_0000001", "step_-00001", "step_00000١", "step_000001 ", "STEP_000002", "..x", "a\nb"):
         (run / name).mkdir()
-        (run / name / "gen_000.parquet").write_bytes(b"x")
+        (run / name / "gen_000.json").write_bytes(b"x")
         (run / name / ".tmp-x").write_bytes(b"x")
     for name in (
-        "gen_1.parquet",
-        "gen_0000.parquet",
-        "gen_00٠.parquet",
-        "gen_000.parquet.bak",
+        "gen_1.json",
+        "gen_0000.json",
+        "gen_00٠.json",
+        "gen_000.json.bak",
+        "gen_000.parquet",
+        f"gen_001.{'0' * 31}.parquet",
         "\n",
-        "gen_000.PARQUET",
+        "gen_001.JSON",
     ):
         (run / "step_000001" / name).write_bytes(b"x")
-    for name in (".gen_000.zz.0.json", ".gen_999." + "0" * 32 + ".abc.json/..", ".tmp-"):
-        (run / "step_000001" / name.replace("/", "_")).write_bytes(b"x")
+    for name in (".gen_000.json", f".gen_000.{'0' * 32}.parquet", ".tmp-"):
+        (run / "step_000001" / name).write_bytes(b"x")
     (run / "manifest.json").write_text("{}")
     assert store.keys() == keys
     assert len(store) == 2

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from verl import DataProto
 
 from tests.batches import rollout_input, rollout_output
+from tests.entry_files import part_file, record_file
 from verl_rollout_skip import RolloutKey, RolloutStore
 
 REPOSITORY = Path(__file__).parents[2]
@@ -86,7 +87,7 @@ def expected_rows(key: RolloutKey) -> list[list[Any]]:
 
 
 def file_of(folder: Path, key: RolloutKey) -> Path:
-    return folder / f"step_{key.step:06d}" / f"gen_{key.gen_batch:03d}.parquet"
+    return part_file(folder, key.step, key.gen_batch)
 
 
 def test_pyarrow_alone_reads_a_dump(folder: Path) -> None:
@@ -135,7 +136,7 @@ def test_duckdb_asks_questions_over_all_steps_at_once(folder: Path) -> None:
     expected = []
     for key in KEYS:
         rows = expected_rows(key)
-        where = [f"step_{key.step:06d}", f"gen_{key.gen_batch:03d}.parquet"]
+        where = [f"step_{key.step:06d}", file_of(folder, key).name]
         expected.append([*where, 8, sum(row[1] for row in rows), max(len(row[0]) for row in rows), 4])
     assert found == expected
 
@@ -174,7 +175,7 @@ def test_hugging_face_datasets_reads_a_run(folder: Path, tmp_path: Path) -> None
 
 def test_the_record_beside_a_dump_is_json_for_people(folder: Path) -> None:
     for key in KEYS:
-        record = json.loads(file_of(folder, key).with_suffix(".json").read_text())
+        record = json.loads(record_file(folder, key.step, key.gen_batch).read_text())
         rows = expected_rows(key)
         assert record["rows"] == len(rows)
         assert record["info"] == {"seed": seed_of(key)}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.arithmetic_run import make_training, record
+from tests.entry_files import part_file, record_file
 from tests.integration.conftest import ROOT
 from tests.trainings import Training
 from verl_rollout_skip import RolloutKey, RolloutStore
@@ -42,7 +43,7 @@ def copied(variant: Path, tmp_path: Path) -> Path:
 
 
 def damage(variant: Path, step: int) -> None:
-    file = variant / f"step_{step:06d}" / "gen_000.parquet"
+    file = part_file(variant, step)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -96,7 +97,7 @@ def test_everything_is_shown_if_it_is_asked_for(variant: Path) -> None:
 
 def test_a_broken_entry_is_in_the_report_as_broken_and_the_exit_code_is_1(copied: Path, tmp_path: Path) -> None:
     damage(copied, 2)
-    (copied / "step_000004" / "gen_000.json").unlink()
+    part_file(copied, 4).unlink()
     output = tmp_path / "report.html"
     command = [sys.executable, "-m", "verl_rollout_skip.cli", "report", str(copied), "-o", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
@@ -111,8 +112,8 @@ def test_a_broken_entry_is_in_the_report_as_broken_and_the_exit_code_is_1(copied
 
 
 def test_an_entry_of_a_later_version_is_broken_and_says_upgrade(copied: Path, tmp_path: Path, capsys: Any) -> None:
-    file = copied / "step_000003" / "gen_000.json"
-    file.write_text(file.read_text().replace('"format_version": 1', '"format_version": 99'))
+    file = record_file(copied, 3)
+    file.write_text(file.read_text().replace('"format_version": 2', '"format_version": 99'))
     assert main(["report", str(copied), "-o", str(tmp_path / "r.html")]) == 1
     assert "Upgrade verl-rollout-skip" in capsys.readouterr().out
 
@@ -132,8 +133,8 @@ def test_what_may_not_be_read_is_told_as_such(variant: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         copied = Path(shutil.copytree(variant, Path(folder, "variant")))
-        (copied / "step_000002" / "gen_000.parquet").chmod(0)
-        (copied / "step_000004" / "gen_000.json").chmod(0)
+        part_file(copied, 2).chmod(0)
+        record_file(copied, 4).chmod(0)
         script = (
             "import os, sys, json, tokenizers; from verl_rollout_skip.report import build_report\n"
             "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

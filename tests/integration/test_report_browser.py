@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 from tests.arithmetic_run import SAMPLES, conversation, make_output, make_training, record, token_of_byte
 from tests.batches import objects
 from tests.browser import Browser, Page
+from tests.entry_files import part_file
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.report import Sampling, build_report, write_report
 
@@ -115,7 +116,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, canary: Canary) -> tuple[P
         skip.step(RolloutKey(1), inputs, lambda _: output)
         skip.step(RolloutKey(2), inputs, lambda _: output)
     [variant] = [found for run in training.dumps.iterdir() for found in run.iterdir()]
-    damaged = variant / "step_000002" / "gen_000.parquet"
+    damaged = part_file(variant, 2)
     damaged.write_bytes(b"</script><script>window.owned=1</script>")
     report = build_report(str(variant), sampling=Sampling(responses=100, tokens=5000), tokenizer=path)
     report.head["run"] = texts[0]
@@ -132,7 +133,7 @@ def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of a small training with a broken step in it."""
     folder = tmp_path_factory.mktemp("ordinary")
     variant = record(*make_training(folder), range(1, 13), prompts=6)
-    (variant / "step_000007" / "gen_000.parquet").write_bytes(b"broken")
+    part_file(variant, 7).write_bytes(b"broken")
     write_report(build_report(str(variant)), folder / "report.html")
     return folder / "report.html"
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.batches import assert_same_batch, rollout_output
+from tests.entry_files import part_file
 from tests.trainings import ROWS, RUN_NAME, Engine, Training, contents, inputs_of, without_timings
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import (
@@ -54,9 +55,9 @@ ABSENT = Outcome(
     error=EntryNotFoundError, words=r"step 2, .* not recorded .* has steps 1. .*'replay'.*record more \(mode cache"
 )
 CORRUPT = Outcome(
-    error=CorruptEntryError, words="step 2, .* damaged: .*gen_000.parquet .* digest .* Record the step again"
+    error=CorruptEntryError, words="step 2, .* damaged: .*gen_000.*.parquet .* digest .* Record the step again"
 )
-NEWER = Outcome(error=NewerFormatError, words="format version 2, .* reads up to 1.* Upgrade")
+NEWER = Outcome(error=NewerFormatError, words="format version 3, .* reads up to 2.* Upgrade")
 SETTINGS = Outcome(error=MismatchError, words="other settings:.*temperature: 1.0 → 0.7.*on_mismatch=reuse")
 PROMPTS = Outcome(
     error=MismatchError, words="8 of 8 rows differ. The first is row 0:.*recorded .*current .*prompts=recorded"
@@ -182,12 +183,12 @@ def test_truth_table(state: str, mode: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def spoil(state: str, variant: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = variant / "step_000002" / "gen_000.parquet"
     if state == "corrupt":
+        data = part_file(variant, 2)
         data.write_bytes(data.read_bytes()[:-100])
     elif state == "newer format":
         with monkeypatch.context() as later:
-            for module in ("codec.encoder", "record"):
+            for module in ("codec.encoder", "record", "format"):
                 later.setattr(f"verl_rollout_skip.store.{module}.FORMAT_VERSION", FORMAT_VERSION + 1)
             with RolloutStore(variant) as store:
                 store.put(KEY, rollout_output(ROWS), inputs=inputs_of(KEY), replace=True)
@@ -213,7 +214,8 @@ def _dumped(training: Training, variant: Path, before: dict[str, bytes], batch: 
 def _set_aside(training: Training, variant: Path, before: dict[str, bytes], batch: object) -> None:
     assert_same_batch(without_timings(batch), without_timings(RolloutStore(variant).get(KEY)))
     [aside] = variant.rglob("*.parquet.*.corrupt")
-    assert aside.read_bytes() == before[f"{RUN_NAME}/{variant.name}/step_000002/gen_000.parquet"]
+    name = aside.name.removesuffix(".corrupt").rpartition(".")[0]
+    assert aside.read_bytes() == before[f"{RUN_NAME}/{variant.name}/step_000002/{name}"]
 
 
 def _new_variant(training: Training, variant: Path, before: dict[str, bytes], batch: object) -> None:

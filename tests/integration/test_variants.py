@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.batches import assert_same_batch
+from tests.entry_files import part_file
 from tests.trainings import RUN_NAME, Engine, Training, contents, inputs_of, manifest_of, never, without_timings
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import ManifestError, MismatchError
@@ -111,7 +112,7 @@ def test_source_that_is_no_variant_is_explained(training: Training) -> None:
 def test_a_damaged_entry_of_a_source_is_generated_again_and_the_source_stays_as_it_is(training: Training) -> None:
     training.record(K1)
     [variant] = training.variants()
-    data = variant / "step_000001" / "gen_000.parquet"
+    data = part_file(variant)
     data.write_bytes(b"broken")
     before = contents(variant)
     settings = {"source": str(variant), "dump_dir": str(training.folder / "elsewhere")}

@@ -145,7 +145,7 @@ def test_a_missing_or_doubled_host_is_refused(server: ViewServer) -> None:
         "api/../../../etc/passwd",
         "/etc/passwd",
         "manifest.json",
-        "step_000001/gen_000.parquet",
+        "step_000001/gen_000.json",
         "static/main.js",
         "api/news/../x",
         "%00",

@@ -13,6 +13,7 @@ import pytest
 
 from tests.arithmetic_run import make_training, record
 from tests.browser import Browser
+from tests.entry_files import part_file
 from tests.integration.conftest import ROOT
 from verl_rollout_skip import RolloutKey, RolloutStore
 
@@ -91,7 +92,7 @@ def test_replaced_broken_and_removed_steps_show_as_such(
     with browser.page() as page:
         page.open(start(view, variant))
         page.wait_for(f"{STEPS} === 3")
-        (variant / "step_000002" / "gen_000.parquet").write_bytes(b"damaged")
+        part_file(variant, 2).write_bytes(b"damaged")
         page.wait_for("document.querySelector('#steps tr.bad')?.innerText.includes('broken')")
         assert "step 2" in page.text("#problems")
         RolloutStore(variant).delete(RolloutKey(3))

@@ -77,7 +77,7 @@ def test_where_there_is_none_the_message_says_what_to_give(tmp_path: Path) -> No
 def test_people_can_read_it_and_it_has_no_secrets(written: Path) -> None:
     text = written.read_text()
     content = json.loads(text)
-    assert content["format_version"] == 1
+    assert content["format_version"] == 2
     assert content["fingerprint"]["actor_rollout_ref.rollout.temperature"] == 1.0
     assert content["training"] == {"actor_rollout_ref.actor.optim.lr": 1e-06}
     assert content["config"]["trainer"]["n_gpus_per_node"] == 8
@@ -145,15 +145,15 @@ def test_what_is_no_json_object_is_refused(written: Path, content: bytes) -> Non
 def test_a_manifest_of_something_else_is_refused(written: Path) -> None:
     written.write_text('{"name": "my web app", "icons": []}')
     assert "was not written by this package, or was edited: it has no checksum." in refusal(written)
-    written.write_bytes(module._render({"format_version": 1, "name": "x"}))
+    written.write_bytes(module._render({"format_version": 2, "name": "x"}))
     assert "is no manifest" in refusal(written)
 
 
 def test_a_manifest_of_a_later_version_asks_for_an_upgrade(written: Path) -> None:
-    fields = {**json.loads(written.read_text()), "format_version": 2, "new_field": True, "checksum": "of another kind"}
+    fields = {**json.loads(written.read_text()), "format_version": 3, "new_field": True, "checksum": "of another kind"}
     written.write_text(json.dumps(fields))
     assert refusal(written).endswith(
-        "is of format version 2, this package reads up to 1. Upgrade verl-rollout-skip to read it."
+        "is of format version 3, this package reads up to 2. Upgrade verl-rollout-skip to read it."
     )
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.batches import rollout_output
 from verl_rollout_skip import RolloutKey, RolloutStore
-from verl_rollout_skip.errors import CorruptEntryError, NewerFormatError
+from verl_rollout_skip.errors import CorruptEntryError, NewerFormatError, OldFormatError, UnreadableEntryError
 from verl_rollout_skip.store import names
 from verl_rollout_skip.store.record import EntryRecord, parse_record, record_bytes
 from verl_rollout_skip.store.storage import local
@@ -68,19 +69,22 @@ def test_a_step_that_is_no_integer_is_refused(value: object) -> None:
 @given(KEYS)
 def test_names_lead_back_to_their_key(key: RolloutKey) -> None:
     assert names.parse_folder(names.folder_name(key)) == key.step
-    assert names.parse_data(names.data_name(key)) == key.gen_batch
-    pending = f"{names.pending_prefix(key, '0123456789abcdef' * 2)}abc123.json"
-    assert names.parse_pending(pending) == key.gen_batch
-    for name in (names.folder_name(key), names.data_name(key), names.record_name(key), pending):
+    part = names.part_name(key, "0123456789abcdef" * 2)
+    assert names.parse_record(names.record_name(key)) == key.gen_batch
+    assert names.parse_part(part) == key.gen_batch
+    for name in (names.folder_name(key), part, names.record_name(key)):
+        assert not names.is_set_aside(name)
+        assert names.is_set_aside(f"{name}.abc123.corrupt") == name.startswith("gen_")
         assert "/" not in name
         assert name not in (".", "..")
 
 
-@given(st.text(max_size=40) | st.from_regex(r"\A(step|gen)_[\d.]{1,9}(\.parquet|\.json)?\Z"))
+@given(st.text(max_size=40) | st.from_regex(r"\A(step|gen)_[\d.]{1,9}(\.[0-9a-f]{31,33}\.parquet|\.json)?\Z"))
 def test_no_other_name_is_taken_for_one_of_ours(name: str) -> None:
-    step, gen_batch = names.parse_folder(name), names.parse_data(name)
+    step, gen_batch, part = names.parse_folder(name), names.parse_record(name), names.parse_part(name)
     assert step is None or names.folder_name(RolloutKey(step)) == name
-    assert gen_batch is None or names.data_name(RolloutKey(0, gen_batch)) == name
+    assert gen_batch is None or names.record_name(RolloutKey(0, gen_batch)) == name
+    assert part is None or names.part_name(RolloutKey(0, part), name.split(".")[1]) == name
 
 
 @pytest.mark.parametrize(
@@ -92,10 +96,18 @@ def test_a_folder_with_nearly_the_right_name_is_none(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gen_1.parquet", "gen_0001.parquet", "gen_00٠.parquet", "gen_000.parquet\n", ".gen_000.parquet", "gen_000"]
+    "name",
+    ["gen_1.X", "gen_0001.X", "gen_00٠.X", "gen_000.X\n", ".gen_000.X", "gen_000", "a/gen_000.X"],
 )
 def test_a_file_with_nearly_the_right_name_is_none(name: str) -> None:
-    assert names.parse_data(name) is None
+    assert names.parse_record(name.replace("X", "json")) is None
+    assert names.parse_part(name.replace("X", f"{'0' * 32}.parquet")) is None
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 31, "0" * 33, "A" * 32, "٠" * 32, "../" + "0" * 29, "0" * 32 + "\n"])
+def test_a_part_is_named_by_a_digest_and_nothing_else(digest: str) -> None:
+    assert names.parse_part(f"gen_000.{digest}.parquet") is None
+    assert not names.is_digest(digest)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +133,7 @@ def test_a_record_tells_what_was_recorded(record: EntryRecord) -> None:
 def test_a_record_is_json_for_people(record: EntryRecord) -> None:
     fields = json.loads(record_bytes(record))
     assert fields["key"] == {"step": 3, "gen_batch": 1}
-    assert fields["format_version"] == 1
+    assert fields["format_version"] == 2
     assert record_bytes(record).count(b"\n") > 10
 
 
@@ -131,7 +143,8 @@ def test_a_record_comes_back_as_it_was(record: EntryRecord) -> None:
 
 @given(key=KEYS, info=st.dictionaries(st.text(), JSON, max_size=4))
 def test_any_record_comes_back_as_it_was(record: EntryRecord, key: RolloutKey, info: dict[str, object]) -> None:
-    written = replace(record, key=key, info=info)
+    (part,) = record.parts
+    written = replace(record, key=key, info=info, parts=(replace(part, file=names.part_name(key, part.digest)),))
     assert parse_record(record_bytes(written), key) == written
 
 
@@ -141,7 +154,7 @@ def test_any_changed_byte_of_a_record_is_noticed(record: EntryRecord) -> None:
     chance = random.Random(1)
     for index in range(len(whole)):
         for byte in {whole[index] ^ 1, whole[index] ^ 0x20, ord("0"), ord(" "), chance.randrange(256)} - {whole[index]}:
-            with pytest.raises(CorruptEntryError):
+            with pytest.raises(UnreadableEntryError):
                 parse_record(whole[:index] + bytes([byte]) + whole[index + 1 :], record.key)
 
 
@@ -160,12 +173,58 @@ def test_the_record_of_another_key_says_that_it_was_moved(record: EntryRecord) -
 
 
 def test_a_record_of_a_later_version_asks_for_an_upgrade(record: EntryRecord) -> None:
-    later = record_bytes(record).replace(b'"format_version": 1', b'"format_version": 2')
-    with pytest.raises(NewerFormatError, match="format version 2"):
+    later = record_bytes(record).replace(b'"format_version": 2', b'"format_version": 3')
+    with pytest.raises(NewerFormatError, match=r"format version 3.* Upgrade"):
         parse_record(later, record.key)
 
 
-@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"3", b'"x"', b"{}", b"{", b"\xff", b'{"format_version": 1}'])
+def test_a_record_of_format_1_says_what_to_do(record: EntryRecord) -> None:
+    earlier = record_bytes(record).replace(b'"format_version": 2', b'"format_version": 1')
+    with pytest.raises(OldFormatError, match=r"format version 1, .* reads version 2 only. Record again"):
+        parse_record(earlier, record.key)
+
+
+HOSTILE_PARTS: dict[str, dict[str, Any]] = {
+    "a path": {"file": "../../outside/gen_001.parquet"},
+    "an absolute path": {"file": "/etc/passwd"},
+    "the digest leads out": {"digest": "../" * 10 + "00", "file": "gen_001." + "../" * 10 + "00.parquet"},
+    "another entry": {"file": f"gen_000.{'0' * 32}.parquet", "digest": "0" * 32},
+    "another digest": {"file": f"gen_001.{'0' * 32}.parquet", "digest": "1" * 32},
+    "upper case": {"file": f"gen_001.{'A' * 32}.parquet", "digest": "A" * 32},
+    "no text": {"file": None},
+    "a number as digest": {"digest": 7},
+    "negative size": {"bytes": -1},
+    "size is a text": {"bytes": "12"},
+    "size is true": {"bytes": True},
+    "fractional size": {"bytes": 12.0},
+    "negative rows": {"rows": -8},
+    "too few rows": {"rows": 7},
+    "rows are a text": {"rows": "8"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_PARTS)
+def test_a_record_that_lists_anything_but_a_part_of_its_own_entry_is_refused(record: EntryRecord, name: str) -> None:
+    """What an attacker writes who has read our code: a checksum that is right, and a name that leads elsewhere."""
+    (part,) = record.parts
+    forged = replace(record, parts=(replace(part, **HOSTILE_PARTS[name]),))
+    with pytest.raises(CorruptEntryError):
+        parse_record(record_bytes(forged), record.key)
+
+
+@pytest.mark.parametrize("parts", [(), None, "x", ["x"], [None], [{}], {"file": "x"}, 3])
+def test_a_record_without_a_list_of_parts_is_refused(record: EntryRecord, parts: Any) -> None:
+    with pytest.raises(CorruptEntryError):
+        parse_record(record_bytes(replace(record, parts=parts)), record.key)
+
+
+def test_equal_parts_count_once(record: EntryRecord) -> None:
+    (part,) = record.parts
+    twice = replace(record, parts=(part, part), rows=16)
+    assert parse_record(record_bytes(twice), record.key).bytes == part.bytes == record.bytes
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"3", b'"x"', b"{}", b"{", b"\xff", b'{"format_version": 2}'])
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptEntryError):
         parse_record(data, RolloutKey(1))
@@ -186,9 +245,9 @@ def test_the_temporary_file_of_a_process_that_is_gone_is_a_leftover() -> None:
 def test_the_temporary_file_of_a_process_that_lives_is_no_leftover(tmp_path: Path) -> None:
     with local.LocalStorage(tmp_path).stage("step_000001") as staged:
         (name,) = os.listdir(tmp_path / "step_000001")
-        assert names.parse_data(name) is None
+        assert names.parse_part(name) is None
         assert local.is_own_leftover(name) is False
-        assert staged.size == 0
+        assert staged.measure()[0] == 0
     assert os.listdir(tmp_path / "step_000001") == [], "what was not published is discarded"
 
 

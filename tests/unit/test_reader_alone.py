@@ -18,8 +18,8 @@ LOOKS = [
     *(PACKAGE / f"{name}.py" for name in ("neighbors", "pins", "tokenizer", "trajectories", "variants")),
 ]
 STORE = "verl_rollout_skip.store"
-# The storage that a folder is on, and the store for whole batches, which is built on the reader.
-ALLOWED = (f"{STORE}.reader", f"{STORE}.storage", f"{STORE}.store.RolloutStore")
+# The storage that a folder is on, the version of the format, and the store for whole batches, built on the reader.
+ALLOWED = (f"{STORE}.reader", f"{STORE}.storage", f"{STORE}.format", f"{STORE}.store.RolloutStore")
 
 
 def imported(file: Path) -> Iterator[str]:

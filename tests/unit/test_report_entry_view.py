@@ -14,6 +14,7 @@ from verl import DataProto
 
 from tests.arithmetic_run import conversation, encode, make_output, make_tokenizer, token_of_byte
 from tests.batches import data_proto, objects, rollout_input, rollout_output
+from tests.entry_files import part_file
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.report.entry_view import EntryView, EntryViews, messages
 from verl_rollout_skip.report.sampling import Sampling
@@ -245,7 +246,7 @@ def test_the_limit_of_the_configuration_counts_before_the_width(tmp_path: Path) 
 def test_a_damaged_entry_is_a_view_that_says_so(tmp_path: Path) -> None:
     inputs, batch = one_group()
     view(tmp_path, batch, inputs)
-    file = tmp_path / "step_000003" / "gen_001.parquet"
+    file = part_file(tmp_path, 3, 1)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)

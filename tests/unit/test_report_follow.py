@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.batches import rollout_input, rollout_output
+from tests.entry_files import part_file
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.report import follow
 from verl_rollout_skip.report.collect import OpenVariant
@@ -72,7 +73,7 @@ def test_a_replaced_entry_is_told_again_and_a_removed_one_is_taken_away(tmp_path
 
 def test_a_broken_entry_is_told_as_broken_and_again_when_it_is_repaired(tmp_path: Path) -> None:
     put(tmp_path, 1)
-    file = tmp_path / "step_000001" / "gen_000.parquet"
+    file = part_file(tmp_path)
     whole, times = file.read_bytes(), (file.stat().st_atime, file.stat().st_mtime)
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     os.utime(file, times)

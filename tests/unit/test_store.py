@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from verl import DataProto
 
 from tests.batches import assert_same_batch, rollout_input, rollout_output
+from tests.entry_files import part_file, record_file
 from tests.loaded_ahead import wait_for_prefetch
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import (
@@ -45,7 +46,7 @@ def store(tmp_path: Path) -> RolloutStore:
 
 
 def damage(store: RolloutStore, key: RolloutKey = K) -> Path:
-    path = Path(store.path) / f"step_{key.step:06d}" / f"gen_{key.gen_batch:03d}.parquet"
+    path = part_file(store.path, key.step, key.gen_batch)
     path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
     return path
 
@@ -99,7 +100,7 @@ def test_the_same_rollout_again_is_no_error_and_another_one_is(store: RolloutSto
         EntryExistsError, match=r"step 1, generation batch 0 is already recorded .*mode refresh"
     ) as caught:
         store.put(K, rollout_output(4, seed=2))
-    assert str(Path(store.path) / "step_000001" / "gen_000.parquet") in str(caught.value)
+    assert str(record_file(store.path)) in str(caught.value)
     assert_same_batch(rollout_output(4, seed=1), store.get(K))
 
 
@@ -134,37 +135,34 @@ def test_delete_frees_the_key(store: RolloutStore) -> None:
     assert_same_batch(rollout_output(4, seed=2), store.get(RolloutKey(1, 1)))
     store.put(K, rollout_output(4, seed=3))
     assert_same_batch(rollout_output(4, seed=3), store.get(K))
-    assert sorted(os.listdir(Path(store.path) / "step_000001")) == [
-        "gen_000.json",
-        "gen_000.parquet",
-        "gen_001.json",
-        "gen_001.parquet",
-    ]
+    expected = [find(store.path, 1, gen_batch) for gen_batch in (0, 1) for find in (record_file, part_file)]
+    assert sorted(Path(store.path).glob("*/*")) == sorted(expected)
 
 
-def test_delete_after_replace_leaves_nothing_that_prune_does_not_take(store: RolloutStore) -> None:
+def test_replace_and_delete_leave_nothing_behind(store: RolloutStore) -> None:
     for seed in range(3):
         store.put(K, rollout_output(4, seed=seed), replace=True)
+        assert len(os.listdir(Path(store.path) / "step_000001")) == 2
     store.delete(K)
-    store.prune(older_than_s=-1)
     assert os.listdir(Path(store.path) / "step_000001") == []
 
 
 def test_an_unreadable_entry_is_set_aside_and_its_bytes_are_kept(store: RolloutStore) -> None:
     store.put(K, rollout_output(4, seed=1))
-    broken = damage(store)
-    content = broken.read_bytes()
     places = []
     for seed in (2, 3):
+        broken = damage(store)
+        contents = {broken.name: broken.read_bytes(), "gen_000.json": record_file(store.path).read_bytes()}
         place = Path(store.set_aside(K))
         places.append(place)
         assert place.parent == broken.parent
-        assert place.name.startswith("gen_000.parquet.")
-        assert place.name.endswith(".corrupt")
-        assert place.read_bytes() == content
+        token = place.name.removeprefix("gen_000.json.")
+        assert token.endswith(".corrupt")
+        for name, content in contents.items():
+            assert (place.parent / f"{name}.{token}").read_bytes() == content
         assert store.keys() == []
         store.put(K, rollout_output(4, seed=seed))
-        broken.write_bytes(content)
+        assert_same_batch(rollout_output(4, seed=seed), store.get(K))
     assert places[0] != places[1], "the second does not overwrite the first"
 
 
@@ -341,7 +339,7 @@ def test_a_local_folder_may_be_given_in_several_ways(tmp_path: Path, form: str) 
 def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     RolloutStore("~/run", background=False).put(K, rollout_output(4))
-    assert (tmp_path / "run" / "step_000001" / "gen_000.parquet").exists()
+    assert part_file(tmp_path / "run").exists()
 
 
 def test_a_prefetched_entry_is_what_get_would_have_returned(store: RolloutStore) -> None:
@@ -553,15 +551,15 @@ def test_a_file_is_read_whole_even_if_the_system_hands_it_over_in_pieces(
 def test_prune_keeps_what_may_still_be_needed_and_says_what_it_removed(store: RolloutStore) -> None:
     store.put(K, rollout_output(4))
     folder = Path(store.path) / "step_000001"
-    pending = folder / f".gen_007.{'0' * 32}.abcdef.json"
+    part = folder / f"gen_007.{'0' * 32}.parquet"
     elsewhere = folder / ".tmp-another-machine-1-abcdef"
-    for path in (pending, elsewhere):
+    for path in (part, elsewhere):
         path.write_bytes(b"{}")
     assert store.prune() == [], "both may belong to a writer that is on its way"
     yesterday = time.time() - 2 * 86400
-    for path in (pending, elsewhere):
+    for path in (part, elsewhere):
         os.utime(path, (yesterday, yesterday))
-    assert sorted(store.prune()) == sorted([str(pending), str(elsewhere)])
+    assert sorted(store.prune()) == sorted([str(part), str(elsewhere)])
     assert store.prune() == []
     assert_same_batch(rollout_output(4), store.get(K))
 

@@ -16,6 +16,7 @@ from verl_rollout_skip.config import describe_steps
 from verl_rollout_skip.decoding import TextDecoder, find_decoder
 from verl_rollout_skip.errors import EntryNotFoundError
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.trajectories import Trajectory, conversation, read_trajectories
 
 _SAMPLES = 3
@@ -25,7 +26,7 @@ _SHOWN_TOKENS = 64
 @click.command(
     cls=Command,
     examples="rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5\n"
-    "rollout-skip show /data/dumps/RUN/VARIANT/step_000002/gen_000.parquet --json",
+    "rollout-skip show /data/dumps/RUN/VARIANT/step_000002/gen_000.json --json",
 )
 @path_argument()
 @number_option("--step", "the training step (default: the first that is recorded)")
@@ -60,6 +61,8 @@ def render(console: Console, data: dict[str, Any]) -> None:
             value = RolloutKey(**value)
         if name == "info":
             value = json.dumps(value, ensure_ascii=False)
+        if name == "parts":
+            value = ", ".join(f"{part['file']} ({part['rows']} rows, {format_size(part['bytes'])})" for part in value)
         if value is not None:
             line(console, f"{name:<{width}}  {value}")
     for sample in data["samples"]:

@@ -130,7 +130,7 @@ class _Step:
         self._members = _members(numbers, len(names))
         self._names = names
         self.order = sampling.order_of_groups(names)
-        self._digest = entry.record.digest
+        self._digest = entry.record.parts[0].digest
 
     def view(self, count: int) -> EntryView:
         groups = self.groups(sorted(self.order[:count]))

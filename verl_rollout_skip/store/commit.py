@@ -1,14 +1,21 @@
 """How an entry becomes visible, and how it is read: whole or not at all, whoever dies or writes meanwhile.
 
-An entry is two files, and no file system renames two files at once. So the record is written first, durably, under a
-*pending* name that contains the digest of the Parquet file it belongs to; then the Parquet file is published, which
-is the commit; then the record gets its own name. A reader digests the Parquet file and takes the record with that
-digest: under its own name normally, under a pending name if the writer died, or is still on its way, before the last
-step.
+An entry is a record and the parts that it lists. Parts are immutable, and no two commits write the same one: each
+holds a random token, and is named after its content. **The record is the commit.**
 
-Nobody ever overwrites a record: whoever names his own first moves the one in place aside, to a pending name, and
-deletes it only when he has seen that it describes another Parquet file than the one in place. So whichever of several
-writers comes last with his Parquet file, its record is in the folder. ``prune`` removes what was left lying about.
+1. Open a temporary file for the record. While it is there, the folder shows that a commit is under way.
+2. Write each part to a temporary file and rename that to the part's name.
+3. Publish the record as ``gen_NNN.json``: exclusively, so that the first writer wins, or atomically replacing.
+4. Clean up: delete the parts of the key that no record lists. So do ``delete``, which removes the record first, and
+   ``prune``; ``set_aside`` renames record and parts instead. A crash leaves at most such parts and temporary files.
+
+A reader reads the record, then its parts, and checks them. If one is missing or damaged and the record is another one
+by then, the entry was replaced meanwhile, and the reader starts over.
+
+Cleaning up takes no lock; its order makes it safe: (a) list the parts, (b) list the temporary files, (c) read the
+record; a part of (a) that (c) does not list goes unless (b) shows a writer. The one commit that wrote it before (a) is
+either still under way at (b), and shows; or it is over, and then (c) lists the part, or nothing ever will. A part of a
+record that was replaced or deleted goes in any case. Object stores show no writers: there other parts go after a day.
 """
 
 from __future__ import annotations
@@ -17,47 +24,32 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import xxhash
 
 from verl_rollout_skip.errors import (
     CorruptEntryError,
     EntryExistsError,
     EntryNotFoundError,
-    EntryTooLargeError,
     StoreError,
     UnreadableEntryError,
 )
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.store import names
-from verl_rollout_skip.store.record import (
-    MAX_RECORD_BYTES,
-    EntryRecord,
-    make_record,
-    parse_record,
-    record_bytes,
-)
-from verl_rollout_skip.store.storage import FileInfo, Staged, Storage
+from verl_rollout_skip.store import committed, names
+from verl_rollout_skip.store.record import EntryRecord, RecordedPart, make_record, parse_record, record_bytes
+from verl_rollout_skip.store.storage import FileInfo, Storage
 from verl_rollout_skip.store.storage.local import is_own_leftover
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from verl_rollout_skip.store import codec
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 5
-_PART_BYTES = 2 << 30
-
-
-@dataclass(frozen=True)
-class Committed:
-    """The bytes of an entry that were found to be those that were committed, and its record."""
-
-    record: EntryRecord
-    data: Any
+PART_BYTES = 2 << 30
+DAY = 86400.0
 
 
 def commit(
@@ -67,303 +59,194 @@ def commit(
     info: dict[str, Any],
     replace: bool = False,
     limit: int = 1 << 40,
+    part_bytes: int = PART_BYTES,
     admit: Callable[[int], None] = lambda size: None,
 ) -> EntryRecord:
-    """Encode a rollout and commit it. ``admit`` is told the size before the commit and may raise.
+    """Encode a rollout and commit it. ``admit`` is called with the size of each file and may raise.
 
-    If the key is taken, the entry that is there stays: the same rollout is no error, another one is. To tell, it is
+    If the key is taken, the entry that is there stays: the same rollout is not an error, another one is. To tell, it is
     read, but not if it has more than ``limit`` bytes.
     """
     from verl_rollout_skip.store import codec  # late: it needs torch, and those who only look at records do not
 
     started = time.perf_counter()
-    with storage.stage(names.folder_name(key)) as staged:
+    with _Commit(storage, key, replace, limit, admit) as under_way:
         try:
             plan = codec.plan(prepared)
-            (rows,) = plan.split(_PART_BYTES)
-            plan.write(rows, staged.stream)
+            parts = [under_way.write(rows, plan.write) for rows in plan.split(part_bytes)]
             summary = plan.summary()
         finally:
             prepared.raise_if_changed()  # also if it failed: a tensor that changes under the encoder may be the reason
-        staged.stream.close()
-        record = make_record(key, summary, staged.digest, staged.size, time.perf_counter() - started, info)
-        return _publish(storage, staged, record, record_bytes(record), replace, limit, admit)
+        record = make_record(key, summary, parts, time.perf_counter() - started, info)
+        return under_way.publish(record, record_bytes(record))
 
 
-def commit_copy(storage: Storage, key: RolloutKey, record: bytes, data: Any, limit: int = 1 << 40) -> EntryRecord:
-    """Commit an entry that is recorded elsewhere, it and its record byte for byte. A taken key is as in ``commit``."""
-    parsed = parse_record(record, key)
-    with storage.stage(names.folder_name(key)) as staged:
-        staged.write(data)
-        if (staged.digest, staged.size) != (parsed.digest, parsed.bytes):
-            raise CorruptEntryError(
-                f"The entry of {key} was not copied: {staged.size} bytes with digest {staged.digest} arrived, and its "
-                f"record says {parsed.bytes} bytes with digest {parsed.digest}."
-            )
-        return _publish(storage, staged, parsed, record, replace=False, limit=limit)
+def commit_copy(storage: Storage, key: RolloutKey, record_data: bytes, parts: Iterable[Any]) -> EntryRecord:
+    """Commit an entry that is recorded elsewhere, byte for byte. ``parts`` are those of its record in order."""
+    record = parse_record(record_data, key)
+    with _Commit(storage, key, is_copy=True) as under_way:
+        for expected, data in zip(record.parts, parts, strict=True):
+            arrived = under_way.write(slice(0, expected.rows), partial(_write_all, data))
+            if arrived != expected:
+                raise CorruptEntryError(f"The entry of {key} was not copied: {arrived} arrived instead of {expected}.")
+        return under_way.publish(record, record_data)
 
 
-def _publish(
-    storage: Storage,
-    staged: Staged,
-    record: EntryRecord,
-    record_data: bytes,
-    replace: bool,
-    limit: int,
-    admit: Callable[[int], None] = lambda size: None,
-) -> EntryRecord:
-    key, folder = record.key, names.folder_name(record.key)
-    if replace or storage.info(folder, names.data_name(key)) is None:
-        admit(staged.size + len(record_data))
-    pending = f"{names.pending_prefix(key, record.digest)}{secrets.token_hex(6)}.json"
-    _put(storage, folder, pending, record_data)
-    try:
-        storage.publish(staged, names.data_name(key), replace)
-    except FileExistsError:
-        # Unless a put was sent twice because its answer was lost: then our bytes are in place, without a record.
-        if not _is_in_place(storage, key, record) or _is_named(storage, key, record.digest):
-            storage.delete(folder, pending)
-            return _same_or_error(storage, key, record, limit)
-    except BaseException:
-        # The deed may be done all the same, and then the pending record is the only one.
-        with contextlib.suppress(OSError, StoreError):
-            if not _is_in_place(storage, key, record):
-                storage.delete(folder, pending)
-        raise
-    _name_record(storage, record, record_data, pending)
-    return record
+def _write_all(data: Any, rows: slice, stream: Any) -> None:
+    stream.write(data)
 
 
-def load(storage: Storage, key: RolloutKey, limit: int) -> Committed:
-    """Read an entry and prove that its bytes are those that were committed."""
-    folder = names.folder_name(key)
-    where = storage.where(folder, names.data_name(key))
-    seen: bytes | None = None
-    for attempt in range(_ATTEMPTS):
-        record_data = _read_record(storage, folder, names.record_name(key))
-        if attempt and record_data is not None and record_data == seen:
-            break
-        seen = record_data
-        try:
-            data = storage.read(folder, names.data_name(key), limit)
-        except FileNotFoundError:
-            raise _not_found(storage, key) from None
-        except EntryTooLargeError as error:
-            raise _too_large(storage, key, record_data, error) from error
-        digest = xxhash.xxh3_128(data).hexdigest()
-        problem: UnreadableEntryError | None = None
-        try:
-            record = None if record_data is None else parse_record(record_data, key)
-        except UnreadableEntryError as error:
-            record, problem = None, error
-        if record is not None and record.digest == digest:
-            return Committed(record, data)
-        record = _pending_record(storage, key, digest)
-        if record is not None:
-            return Committed(record, data)
-        # Another process may have replaced the entry between the two reads, or be about to name its record.
-        time.sleep(0.01)
-    record_path = storage.where(folder, names.record_name(key))
-    if problem is not None:
-        raise type(problem)(f"The record of {key} cannot be used: {record_path}. {problem}") from problem
-    if seen is None:
-        raise CorruptEntryError(f"The record of {key} is missing: {record_path}. Without it {where} cannot be trusted.")
-    raise CorruptEntryError(
-        f"The entry of {key} is damaged: {where} has {len(data)} bytes with digest {digest}, and its record says "
-        f"{parse_record(seen, key).bytes} bytes with digest {parse_record(seen, key).digest}. It was truncated or "
-        "changed after it was written. Record the step again, or restore the file."
-    )
+class _Commit:
+    """A commit that is under way. However it ends, parts that no record lists are removed then."""
 
+    def __init__(
+        self,
+        storage: Storage,
+        key: RolloutKey,
+        replace: bool = False,
+        limit: int = 1 << 40,
+        admit: Callable[[int], None] = lambda size: None,
+        is_copy: bool = False,
+    ) -> None:
+        self._storage, self._key, self._folder = storage, key, names.folder_name(key)
+        self._replace, self._limit, self._admit, self._is_copy = replace, limit, admit, is_copy
+        self._taken = not replace and storage.info(self._folder, names.record_name(key)) is not None
+        self._unneeded: set[str] = set()
+        self._record = storage.stage(self._folder)
 
-def read_record(
-    storage: Storage, key: RolloutKey, limit: int, files: Mapping[str, FileInfo] | None = None
-) -> EntryRecord:
-    """The record of a committed entry, without reading the Parquet file where that is possible.
+    def write(self, rows: slice, write: Callable[[slice, Any], Any]) -> RecordedPart:
+        """Write one part. If the key is taken it is only measured, because the entry that is there stays."""
+        with self._storage.stage(self._folder) as staged:
+            write(rows, staged.stream)
+            size, digest = staged.measure()
+            part = RecordedPart(names.part_name(self._key, digest), rows.stop - rows.start, size, digest)
+            if not self._taken:
+                self._admit(size)
+                if not self._is_copy:  # another copy of the same entry may be under way
+                    self._unneeded.add(part.file)
+                self._storage.publish(staged, part.file, replace=True)
+            return part
 
-    ``files`` are those of the step's folder by name, if the caller has listed it.
-    """
-    folder = names.folder_name(key)
-    if files is None:
-        files = {file.name: file for file in storage.files(folder)}
-    data = files.get(names.data_name(key))
-    pending = any(names.parse_pending(name) == key.gen_batch for name in files)
-    if data is not None and not pending and names.record_name(key) in files:
-        found = _read_record(storage, folder, names.record_name(key))
-        if found is not None:
-            with contextlib.suppress(UnreadableEntryError):
-                record = parse_record(found, key)
-                if record.bytes == data.size:
+    def publish(self, record: EntryRecord, data: bytes) -> EntryRecord:
+        """Publish the record, which is the commit; returns the one that is there then."""
+        name = names.record_name(self._key)
+        if not self._taken:
+            self._admit(len(data))
+            self._record.write(data)
+            written, self._unneeded = self._unneeded, committed.listed_parts(self._storage, self._key) or set()
+            try:
+                self._storage.publish(self._record, name, self._replace)
+                return record
+            except FileExistsError:
+                # A request that was sent twice, because its answer was lost, finds the name taken by itself.
+                if committed.peek(self._storage, self._folder, name) == data:
                     return record
-    return load(storage, key, limit).record
+                self._unneeded = written
+        try:
+            present = committed.load(self._storage, self._key, self._limit).record
+        except EntryNotFoundError:
+            raise EntryExistsError(
+                f"{self._key} was recorded by another process when this rollout was to be written, and deleted since. "
+                "Nothing was written: put it again."
+            ) from None
+        if present.content == record.content:
+            return present
+        raise EntryExistsError(
+            f"{self._key} is already recorded with another rollout ({present.rows} rows, recorded "
+            f"{present.created_at}) in {committed.where(self._storage, self._key)}. It was kept and the new one was "
+            "not written. Replace it on purpose (mode refresh; put with replace=True), or record into another folder."
+        )
 
+    def __enter__(self) -> _Commit:
+        return self
 
-def set_aside(storage: Storage, key: RolloutKey) -> str:
-    """Take an unreadable entry out of the way without deleting it; returns where it is now."""
-    folder, token = names.folder_name(key), secrets.token_hex(3)
-    record = _read_record(storage, folder, names.record_name(key))
-    aside = f"{names.data_name(key)}.{token}.corrupt"
-    try:
-        storage.rename(folder, names.data_name(key), aside)
-    except FileNotFoundError:
-        raise _not_found(storage, key) from None
-    _remove_record(storage, key, record, f"{names.record_name(key)}.{token}.corrupt")
-    return storage.where(folder, aside)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._record.discard()
+        try:
+            _clean_up(self._storage, self._key, self._unneeded)
+        except (OSError, StoreError) as failed:
+            if error is None:
+                logger.warning("%s is committed; parts that it replaced may be left over: %s", self._key, failed)
 
 
 def delete(storage: Storage, key: RolloutKey) -> None:
-    """Remove an entry. The Parquet file goes first: without it there is no entry."""
-    folder = names.folder_name(key)
-    if storage.info(folder, names.data_name(key)) is None:
-        raise _not_found(storage, key)
-    record = _read_record(storage, folder, names.record_name(key))
-    storage.delete(folder, names.data_name(key))
-    _remove_record(storage, key, record)
+    """Remove an entry, its record first."""
+    folder, name = names.folder_name(key), names.record_name(key)
+    if storage.info(folder, name) is None:
+        raise committed.not_found(storage, key)
+    listed = committed.listed_parts(storage, key) or set()
+    storage.delete(folder, name)
+    _clean_up(storage, key, listed)
 
 
-def _put(storage: Storage, folder: str, name: str, data: bytes, replace: bool = True) -> None:
-    with storage.stage(folder) as staged:
-        staged.write(data)
-        storage.publish(staged, name, replace)
+def set_aside(storage: Storage, key: RolloutKey, check: Callable[[], Any]) -> str:
+    """Rename the files of an unreadable entry; returns where its record is now.
 
-
-def _name_record(storage: Storage, record: EntryRecord, record_data: bytes, pending: str) -> None:
-    key, folder, name = record.key, names.folder_name(record.key), names.record_name(record.key)
-    try:
-        aside = _move_aside(storage, key)
-        try:
-            _put(storage, folder, name, record_data, replace=False)
-        except FileExistsError:
-            return  # another writer was quicker; ours stays pending
-        if aside is None:
-            storage.delete(folder, pending)
-        elif _is_in_place(storage, key, record):
-            storage.delete(folder, pending)
-            storage.delete(folder, aside)
-    except OSError as error:
-        logger.warning("%s is committed; its record keeps the name %s (%s)", key, pending, error)
-
-
-def _move_aside(storage: Storage, key: RolloutKey) -> str | None:
-    """Give the record in place a pending name, under which readers still find it; None if there is none."""
-    folder, aside = names.folder_name(key), f"{names.pending_prefix(key, '0' * 32)}{secrets.token_hex(6)}.json"
-    if storage.info(folder, names.record_name(key)) is None:
-        return None
-    try:
-        storage.rename(folder, names.record_name(key), aside)
-    except FileNotFoundError:
-        return None
-    return aside
-
-
-def _same_or_error(storage: Storage, key: RolloutKey, record: EntryRecord, limit: int) -> EntryRecord:
-    try:
-        present = load(storage, key, limit).record
-    except EntryNotFoundError:
-        raise EntryExistsError(
-            f"{key} was recorded by another process when this rollout was to be written, and deleted since. Nothing "
-            "was written: put it again."
-        ) from None
-    if present.content == record.content:
-        return present
-    raise EntryExistsError(
-        f"{key} is already recorded with another rollout ({present.rows} rows, recorded {present.created_at}) in "
-        f"{storage.where(names.folder_name(key), names.data_name(key))}. It was kept and the new one was not written. "
-        "Replace it on purpose (mode refresh; put with replace=True), or record into another folder."
-    )
-
-
-def _is_in_place(storage: Storage, key: RolloutKey, record: EntryRecord) -> bool:
-    """Whether the Parquet file under this key is the one that the record describes."""
-    folder, name = names.folder_name(key), names.data_name(key)
-    found = storage.info(folder, name)
-    if found is None or found.size != record.bytes:
-        return False
-    try:
-        return xxhash.xxh3_128(storage.read(folder, name, record.bytes)).hexdigest() == record.digest
-    except (FileNotFoundError, EntryTooLargeError):
-        return False  # replaced since we asked for its size
-
-
-def _is_named(storage: Storage, key: RolloutKey, digest: str) -> bool:
-    """Whether the record under its own name belongs to the Parquet file with this digest."""
-    found = _read_record(storage, names.folder_name(key), names.record_name(key))
-    try:
-        return found is not None and parse_record(found, key).digest == digest
-    except UnreadableEntryError:
-        return False
-
-
-def is_leftover(storage: Storage, folder: str, file: FileInfo, older_than_s: float) -> bool:
-    """Whether a writer that died left this file behind: temporary, or a pending record that no entry needs."""
-    old = time.time() - file.changed > older_than_s
-    if file.name.startswith(names.TEMPORARY):
-        return old or bool(is_own_leftover(file.name))
-    gen_batch, step = names.parse_pending(file.name), names.parse_folder(folder)
-    if gen_batch is None or step is None or not old:
-        return False
-    return not _is_pending_needed(storage, folder, RolloutKey(step, gen_batch), file.name)
-
-
-def _is_pending_needed(storage: Storage, folder: str, key: RolloutKey, pending: str) -> bool:
-    """Whether an entry has no other record than this pending one."""
-    data = _read_record(storage, folder, pending)
-    try:
-        if data is None or not _is_in_place(storage, key, parse_record(data, key)):
-            return False
-    except UnreadableEntryError:
-        return False  # a pending record that cannot be read serves nobody
-    return not _is_named(storage, key, parse_record(data, key).digest)
-
-
-def _remove_record(storage: Storage, key: RolloutKey, expected: bytes | None, name: str | None = None) -> None:
-    """Delete the record of an entry that was removed, or rename it to ``name``, unless it is another one by now.
-
-    Another process may have recorded the key anew meanwhile, and its record must stay.
+    ``check`` raises what is wrong with the entry. If it does not, or if the entry is another one by the time it is
+    renamed, it is left alone with a ``StoreError``.
     """
-    folder = names.folder_name(key)
-    aside = None if expected is None else _move_aside(storage, key)
-    if aside is None:
-        return
-    found = _read_record(storage, folder, aside)
-    if found is not None and found != expected:
-        with contextlib.suppress(FileExistsError):
-            _put(storage, folder, names.record_name(key), found, replace=False)
-    elif name is not None:
-        storage.rename(folder, aside, name)
-        return
-    storage.delete(folder, aside)
-
-
-def _pending_record(storage: Storage, key: RolloutKey, digest: str) -> EntryRecord | None:
-    folder = names.folder_name(key)
-    for name in storage.names(folder):
-        if names.parse_pending(name) == key.gen_batch:
-            data = _read_record(storage, folder, name)
-            if data is not None:
-                with contextlib.suppress(UnreadableEntryError):
-                    record = parse_record(data, key)
-                    if record.digest == digest:
-                        return record
-    return None
-
-
-def _read_record(storage: Storage, folder: str, name: str) -> bytes | None:
-    try:
-        return bytes(storage.read(folder, name, MAX_RECORD_BYTES))
-    except FileNotFoundError:
-        return None
-    except EntryTooLargeError as error:
-        raise CorruptEntryError(f"It is too large to be a record. {error}") from error
-
-
-def _too_large(storage: Storage, key: RolloutKey, record: bytes | None, error: EntryTooLargeError) -> StoreError:
-    """A file that is too large to be read: by its record it is, or it is not the file that was committed."""
-    found = storage.info(names.folder_name(key), names.data_name(key))
+    folder, name, ending = names.folder_name(key), names.record_name(key), f".{secrets.token_hex(3)}.corrupt"
+    seen, listed = committed.peek(storage, folder, name), committed.listed_parts(storage, key) or set()
     with contextlib.suppress(UnreadableEntryError):
-        if record is not None and found is not None and parse_record(record, key).bytes == found.size:
-            return error
-    return CorruptEntryError(f"The entry of {key} is damaged: its record does not speak of a file this large. {error}")
+        check()
+        raise StoreError(f"The entry of {key} was not set aside: it is whole and readable.")
+    try:
+        storage.rename(folder, name, name + ending)
+    except FileNotFoundError:
+        raise committed.not_found(storage, key) from None
+    found = committed.peek(storage, folder, name + ending)
+    if found is not None and found != seen:
+        with storage.stage(folder) as staged:
+            staged.write(found)
+            storage.publish(staged, name)
+        storage.delete(folder, name + ending)
+        raise StoreError(f"The entry of {key} was not set aside: another process has recorded it again.")
+    for part in _unused(storage, folder, key.gen_batch, listed):
+        storage.rename(folder, part.name, part.name + ending)
+    return storage.where(folder, name + ending)
 
 
-def _not_found(storage: Storage, key: RolloutKey) -> EntryNotFoundError:
-    return EntryNotFoundError(f"{key} is not recorded in {storage.where()}.")
+def leftovers(storage: Storage, folder: str, older_than_s: float = DAY) -> list[FileInfo]:
+    """What writers that died left in a folder: temporary files, and parts that no record lists."""
+    parts = [] if names.parse_folder(folder) is None else _unused(storage, folder, older_than_s=older_than_s)
+    temporary = [file for file in storage.files(folder) if file.name.startswith(names.TEMPORARY)]
+    return [*parts, *(file for file in temporary if not is_being_written(file, older_than_s))]
+
+
+def is_being_written(file: FileInfo, older_than_s: float = DAY) -> bool:
+    """Whether it is a temporary file whose writer may be alive."""
+    is_young = time.time() - file.changed <= older_than_s
+    return file.name.startswith(names.TEMPORARY) and is_young and is_own_leftover(file.name) is not True
+
+
+def _clean_up(storage: Storage, key: RolloutKey, unneeded: Collection[str]) -> None:
+    for part in _unused(storage, names.folder_name(key), key.gen_batch, unneeded):
+        storage.delete(names.folder_name(key), part.name)
+
+
+def _unused(
+    storage: Storage,
+    folder: str,
+    gen_batch: int | None = None,
+    unneeded: Collection[str] = (),
+    older_than_s: float = DAY,
+) -> list[FileInfo]:
+    """Parts of a generation batch, or of all, that no record lists and no commit under way can list.
+
+    Why that is so is in the module's docstring. ``unneeded`` are parts of commits that are over.
+    """
+    found = [(names.parse_part(file.name), file) for file in storage.files(folder)]
+    parts = [(number, file) for number, file in found if number is not None and gen_batch in (None, number)]
+    if not parts:
+        return []
+    quiet = storage.shows_writers and not any(is_being_written(file, older_than_s) for file in storage.files(folder))
+    step = names.parse_folder(folder) or 0
+    listed = {number: committed.listed_parts(storage, RolloutKey(step, number)) for number, _ in parts}
+    return [
+        file
+        for number, file in parts
+        if (known := listed[number]) is not None and file.name not in known
+        if file.name in unneeded or quiet or time.time() - file.changed > older_than_s
+    ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from verl_rollout_skip.errors import CorruptEntryError, NewerFormatError
+from verl_rollout_skip.errors import CorruptEntryError, NewerFormatError, OldFormatError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 METADATA_KEY = b"rollout_skip"
 """Under this key a Parquet file holds the JSON description of what it holds."""
 PROMPT_LENGTH: Final = "skip__prompt_length"
@@ -24,11 +24,21 @@ SHAPE: Final = "skip__shape__"
 
 
 def check_version(version: Any) -> None:
-    """Refuse what a later version of this package wrote."""
+    """Refuse what another version of this package wrote in another format."""
     if type(version) is not int or version < 1:
-        raise CorruptEntryError(f"It gives {version!r} as its format version; that is no version.")
+        raise CorruptEntryError(f"It gives {version!r} as its format version; that is not a version.")
     if version > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"It is of format version {version}, this package reads up to {FORMAT_VERSION}. "
-            "Upgrade verl-rollout-skip to read it."
+        raise NewerFormatError(f"It is of {explain_version(version)}")
+    if version < FORMAT_VERSION:
+        raise OldFormatError(f"It is of {explain_version(version)}")
+
+
+def explain_version(version: Any) -> str:
+    """Why a file of another format version is not read, and what to do about it."""
+    if isinstance(version, int) and version < FORMAT_VERSION:
+        return (
+            f"format version {version}, and this version of verl-rollout-skip reads version {FORMAT_VERSION} only. "
+            "Record again into another folder, or rename or delete the old one; the version of verl-rollout-skip that "
+            "wrote it can still read it."
         )
+    return f"format version {version}, this package reads up to {FORMAT_VERSION}. Upgrade verl-rollout-skip to read it."

@@ -1,4 +1,4 @@
-"""File names of a run folder. They are computed from keys and parsed strictly, never read out of a file."""
+"""File names of a run folder. They are computed from keys and digests and parsed strictly."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from verl_rollout_skip.key import RolloutKey
 
 TEMPORARY = ".tmp-"
 _FOLDER = re.compile(r"step_(\d{6,})")
-_DATA = re.compile(r"gen_(\d{3,})\.parquet")
-_PENDING = re.compile(r"\.(gen_\d{3,})\.[0-9a-f]{32}\.[0-9a-f]+\.json")
+_RECORD = re.compile(r"gen_(\d{3,})\.json")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_PART = re.compile(rf"gen_(\d{{3,}})\.({_DIGEST.pattern})\.parquet")
+_SET_ASIDE = re.compile(rf"gen_\d{{3,}}(\.json|\.{_DIGEST.pattern}\.parquet)\.[0-9a-f]+\.corrupt")
 
 
 def folder_name(key: RolloutKey) -> str:
     return f"step_{key.step:06d}"
 
 
-def data_name(key: RolloutKey) -> str:
-    """The Parquet file: where it is, the entry is committed."""
-    return f"gen_{key.gen_batch:03d}.parquet"
-
-
 def record_name(key: RolloutKey) -> str:
+    """The record: where it is, the entry is committed."""
     return f"gen_{key.gen_batch:03d}.json"
 
 
-def pending_prefix(key: RolloutKey, digest: str) -> str:
-    """How the names of records begin that have not got their own name: with the digest of their Parquet file."""
-    return f".gen_{key.gen_batch:03d}.{digest}."
+def part_name(key: RolloutKey, digest: str) -> str:
+    """A Parquet file of the entry, named after its content."""
+    return f"gen_{key.gen_batch:03d}.{digest}.parquet"
 
 
 def parse_folder(name: str) -> int | None:
@@ -37,14 +35,26 @@ def parse_folder(name: str) -> int | None:
     return step if step is not None and folder_name(RolloutKey(step)) == name else None
 
 
-def parse_data(name: str) -> int | None:
-    """The generation batch of a Parquet file's name, or None."""
-    match = _DATA.fullmatch(name)
+def parse_record(name: str) -> int | None:
+    """The generation batch of a record's name, or None."""
+    match = _RECORD.fullmatch(name)
+    key = RolloutKey(0, int(match[1])) if match else None
+    return key.gen_batch if key and record_name(key) == name else None
+
+
+def parse_part(name: str) -> int | None:
+    """The generation batch of a part's name, or None."""
+    match = _PART.fullmatch(name)
     gen_batch = int(match[1]) if match else None
-    return gen_batch if gen_batch is not None and data_name(RolloutKey(0, gen_batch)) == name else None
+    return (
+        gen_batch if match and gen_batch is not None and part_name(RolloutKey(0, gen_batch), match[2]) == name else None
+    )
 
 
-def parse_pending(name: str) -> int | None:
-    """The generation batch of a pending record's name, or None."""
-    match = _PENDING.fullmatch(name)
-    return int(match[1].removeprefix("gen_")) if match else None
+def is_digest(text: object) -> bool:
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+
+
+def is_set_aside(name: str) -> bool:
+    """Whether it is a file of an entry that was set aside because it could not be read."""
+    return _SET_ASIDE.fullmatch(name) is not None

@@ -19,17 +19,17 @@ from verl_rollout_skip.errors import (
     DumpError,
     RolloutSkipError,
     StoreError,
-    UnreadableEntryError,
 )
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size, parse_size
-from verl_rollout_skip.store import codec, commit, names
+from verl_rollout_skip.store import codec, commit, committed, names
 from verl_rollout_skip.store.codec.batch import BatchKind
 from verl_rollout_skip.store.codec.snapshot import Copy
+from verl_rollout_skip.store.committed import Committed
 from verl_rollout_skip.store.loaded import LoadedEntry
 from verl_rollout_skip.store.prefetch import Prefetcher
 from verl_rollout_skip.store.reader import StoreReader
-from verl_rollout_skip.store.record import MAX_RECORD_BYTES, EntryRecord, record_bytes
+from verl_rollout_skip.store.record import MAX_RECORD_BYTES, EntryRecord
 from verl_rollout_skip.store.storage import FileInfo, Storage
 from verl_rollout_skip.store.storage.local import LocalStorage, free_bytes
 from verl_rollout_skip.store.storage.locations import open_storage
@@ -49,6 +49,7 @@ class RolloutStore:
         max_pending_bytes: how much tensor data may wait for the background writer before ``put`` waits.
         max_disk: refuse to make the run folder larger than this, e.g. ``"200GB"``.
         max_load_bytes: the most memory that loading one entry may take; by default what the machine has free.
+        part_bytes: write an entry as several files if it takes more memory than this. For tests and benchmarks.
         storage_options: arguments for the fsspec file system, e.g. credentials or an endpoint.
 
     A store may be used by several processes at once, each with its own ``RolloutStore``; it can be pickled.
@@ -63,6 +64,7 @@ class RolloutStore:
         max_pending_bytes: int | str = "8GiB",
         max_disk: int | str | None = None,
         max_load_bytes: int | str | None = None,
+        part_bytes: int | str = commit.PART_BYTES,
         storage_options: dict[str, Any] | None = None,
     ) -> None:
         self._arguments = {
@@ -70,12 +72,14 @@ class RolloutStore:
             "max_pending_bytes": max_pending_bytes,
             "max_disk": max_disk,
             "max_load_bytes": max_load_bytes,
+            "part_bytes": part_bytes,
             "storage_options": storage_options,
         }
         self.path = os.fspath(path)
         self.written_bytes = 0
         self._storage = open_storage(self.path, storage_options)
         self._reader = StoreReader(self._storage)
+        self._part_bytes = parse_size(part_bytes, "part_bytes")
         self._background = background
         self._copy = Copy.CHEAP
         self._writer = BackgroundWriter(parse_size(max_pending_bytes, "max_pending_bytes"))
@@ -162,7 +166,7 @@ class RolloutStore:
     def record(self, key: RolloutKey) -> EntryRecord:
         """What is known of an entry without opening it: rows, tokens, size, mean score, ``info`` …"""
         self._writer.wait(key)
-        return commit.read_record(self._storage, key, self._load_limit())
+        return committed.read_record(self._storage, key)
 
     def keys(self) -> list[RolloutKey]:
         """The committed keys in order."""
@@ -197,26 +201,19 @@ class RolloutStore:
 
         An entry that can be read is left alone with a ``StoreError``: another process may have recorded it anew.
         """
-        try:
-            self.verify(key)
-        except UnreadableEntryError:
-            self._prefetcher.drop(key)
-        else:
-            raise StoreError(f"The entry of {key} was not set aside: it is whole and readable.")
-        return commit.set_aside(self._storage, key)
+        self._prefetcher.drop(key)
+        return commit.set_aside(self._storage, key, check=lambda: self.verify(key))
 
     def prune(self, older_than_s: float = 86400.0) -> list[str]:
         """Remove what crashed writers left behind; returns the paths.
 
         Temporary files go if their process on this machine is gone, or if they are older than ``older_than_s``
-        seconds; so do records whose Parquet file was never committed. Committed entries are never touched.
+        seconds; so do parts that no record lists. Committed entries are never touched.
         """
         removed = []
         for folder in self._storage.folders():
-            if names.parse_folder(folder) is None:
-                continue
-            for file in self._storage.files(folder):
-                if commit.is_leftover(self._storage, folder, file, older_than_s):
+            if names.parse_folder(folder) is not None:
+                for file in commit.leftovers(self._storage, folder, older_than_s):
                     self._storage.delete(folder, file.name)
                     removed.append(self._storage.where(folder, file.name))
         return removed
@@ -255,7 +252,9 @@ class RolloutStore:
 
     def _write(self, key: RolloutKey, prepared: codec.Prepared, info: dict[str, Any], replace: bool) -> None:
         try:
-            record = commit.commit(self._storage, key, prepared, info, replace, self._load_limit(), self._usage.admit)
+            record = commit.commit(
+                self._storage, key, prepared, info, replace, self._load_limit(), self._part_bytes, self._usage.admit
+            )
         except ChangedBatchError as error:
             if self._copy is not Copy.ALL:
                 logger.warning("the trainer changes its batches in place: every tensor is copied from now on")
@@ -265,27 +264,26 @@ class RolloutStore:
             raise
         except Exception as error:
             raise DumpError(_dump_message(self._storage, key, error)) from error
-        self._usage.add(record.bytes + len(record_bytes(record)))
         self.written_bytes += record.bytes
         logger.debug("%s: committed %s", key, format_size(record.bytes))
 
     def _load(self, key: RolloutKey) -> LoadedEntry:
         self._writer.wait(key)
-        committed = commit.load(self._storage, key, self._load_limit())
-        return LoadedEntry(committed.record, self._open(key, committed))
+        found = committed.load(self._storage, key, self._load_limit())
+        return LoadedEntry(found.record, self._open(key, found))
 
     def _load_ahead(self, key: RolloutKey, inputs: bool) -> LoadedEntry:
         entry = self._load(key)
         entry.prepare(inputs)
         return entry
 
-    def _open(self, key: RolloutKey, committed: commit.Committed) -> codec.Reader:
-        where = self._storage.where(names.folder_name(key), names.data_name(key))
+    def _open(self, key: RolloutKey, found: Committed) -> codec.Reader:
         try:
-            reader = codec.Reader([committed.data], self._load_limit())
-            if reader.rows != committed.record.rows:
-                raise CorruptEntryError(f"It holds {reader.rows} rows, its record says {committed.record.rows}.")
+            reader = codec.Reader(found.parts, self._load_limit())
+            if reader.rows != found.record.rows:
+                raise CorruptEntryError(f"It holds {reader.rows} rows, its record says {found.record.rows}.")
         except StoreError as error:
+            where = committed.where(self._storage, key)
             raise type(error)(f"The entry of {key} cannot be used: {where}. {error}") from error
         return reader
 
@@ -304,7 +302,7 @@ class _DiskUsage:
         self._counted_at = float("-inf")
 
     def admit(self, size: int) -> None:
-        """Raise ``DiskLimitError`` if so many more bytes would be too many."""
+        """Count so many more bytes, or raise ``DiskLimitError`` if they would be too many."""
         if self._limit is None:
             return
         if time.monotonic() - self._counted_at > _RESCAN_SECONDS or self._used + size > self._limit:
@@ -316,8 +314,6 @@ class _DiskUsage:
                 f"would exceed max_disk of {format_size(self._limit)}. Raise max_disk, delete entries, or record fewer "
                 "steps."
             )
-
-    def add(self, size: int) -> None:
         self._used += size
 
     def _files(self) -> Iterator[FileInfo]:

@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from verl_rollout_skip.errors import CorruptEntryError, StoreError
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.store import commit, names
+from verl_rollout_skip.store import committed, names
 from verl_rollout_skip.store.reader.entry import EntryReader
 from verl_rollout_skip.store.reader.part import PartReader, damaged
-from verl_rollout_skip.store.record import EntryRecord
+from verl_rollout_skip.store.record import EntryRecord, RecordedPart
 from verl_rollout_skip.store.storage import FileInfo, Storage, open_storage
 from verl_rollout_skip.store.storage.local import LocalStorage
 
-# Only an entry whose writer died before it named the record is read whole for its record.
 _READ_LIMIT = 16 << 30
-_STEP = re.compile(r"(?:(?P<folder>.+)/)?(?P<step>step_\d{6,})(?:/(?P<batch>gen_\d{3,})\.(?:parquet|json))?")
+_MAP_LIMIT = 1 << 50
+_KIND = r"(?:json|[0-9a-f]{32}\.parquet)"
+_STEP = re.compile(rf"(?:(?P<folder>.+)/)?(?P<step>step_\d{{6,}})(?:/(?P<batch>gen_\d{{3,}})\.{_KIND})?")
 
 Stamp = tuple[tuple[str, int, float], ...]
 """The files of an entry with their sizes and times: another stamp means that the entry was replaced."""
@@ -57,21 +56,21 @@ class StoreReader:
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, RolloutKey):
             return False
-        return self.storage.info(names.folder_name(key), names.data_name(key)) is not None
+        return self.storage.info(names.folder_name(key), names.record_name(key)) is not None
 
     def has_steps(self) -> bool:
         """Whether there are folders of steps, whatever they hold."""
         return any(names.parse_folder(folder) is not None for folder in self.storage.folders())
 
     def record(self, key: RolloutKey) -> EntryRecord:
-        """The record of one entry; its data is not opened unless its writer died before the last step."""
-        return commit.read_record(self.storage, key, _READ_LIMIT)
+        """The record of one entry; its parts are not opened."""
+        return committed.read_record(self.storage, key)
 
     def records(self, wanted: Callable[[RolloutKey], bool] = lambda key: True) -> Iterator[EntryRecord | Unreadable]:
         """The records of the wanted keys in order; each folder is listed once."""
         for key, files in self._entries(wanted):
             try:
-                yield commit.read_record(self.storage, key, _READ_LIMIT, files)
+                yield committed.read_record(self.storage, key, files)
             except (StoreError, OSError) as error:
                 yield Unreadable(key, str(error))
 
@@ -79,23 +78,24 @@ class StoreReader:
         """A stamp of each wanted entry, to notice that one is new or was replaced."""
         found = {}
         for key, files in self._entries(wanted):
-            own = [files[name] for name in (names.data_name(key), names.record_name(key)) if name in files]
-            found[key] = tuple((file.name, file.size, file.changed) for file in own)
+            own = [name for name in files if key.gen_batch in (names.parse_record(name), names.parse_part(name))]
+            found[key] = tuple((name, files[name].size, files[name].changed) for name in sorted(own))
         return found
 
     def entry(self, key: RolloutKey, check_digest: bool = False) -> EntryReader:
         """Open an entry. On a local disk only what is asked for is read, and each page is checked by its checksum;
         ``check_digest`` also compares all its bytes with the digest, as is always done with an object store.
         """
-        where = self.storage.where(names.folder_name(key), names.data_name(key))
-        if check_digest and isinstance(self.storage, LocalStorage):
-            committed = commit.load(self.storage, key, _READ_LIMIT)
-            record, data = committed.record, committed.data
+        if isinstance(self.storage, LocalStorage) and not check_digest:
+            found = committed.load(self.storage, key, _MAP_LIMIT, _map_part)
         else:
-            record = self.record(key)
-            with damaged(key, where):
-                data = _read(self.storage, record)
-        return EntryReader(record, [PartReader(data, key, record.rows, where)])
+            found = committed.load(self.storage, key, _READ_LIMIT)
+        folder = names.folder_name(key)
+        parts = [
+            PartReader(data, key, part.rows, self.storage.where(folder, part.file))
+            for part, data in zip(found.record.parts, found.parts, strict=True)
+        ]
+        return EntryReader(found.record, parts)
 
     def _steps(self) -> list[tuple[int, str]]:
         steps = ((names.parse_folder(folder), folder) for folder in self.storage.folders())
@@ -116,29 +116,28 @@ def split_path(path: str) -> tuple[str, int | None, int | None]:
     step = names.parse_folder(match["step"]) if match else None
     if match is None or step is None:
         return path, None, None
-    return match["folder"] or ".", step, names.parse_data(f"{match['batch']}.parquet") if match["batch"] else None
+    return match["folder"] or ".", step, names.parse_record(f"{match['batch']}.json") if match["batch"] else None
 
 
 def _keys(step: int, files: Iterable[str]) -> list[RolloutKey]:
-    numbers = (names.parse_data(name) for name in files)
+    numbers = (names.parse_record(name) for name in files)
     return [RolloutKey(step, number) for number in sorted(number for number in numbers if number is not None)]
 
 
-def _read(storage: Storage, record: EntryRecord) -> Any:
-    """The bytes of an entry: mapped from a local disk, or fetched and compared with their digest."""
-    folder, name = names.folder_name(record.key), names.data_name(record.key)
-    if not isinstance(storage, LocalStorage):
-        data = storage.read(folder, name, max(record.bytes, 1))
-        digest = xxhash.xxh3_128(data).hexdigest()
-        if digest != record.digest:
-            raise CorruptEntryError(f"It has digest {digest} and its record says {record.digest}.")
-        return data
-    storage.info(folder, name)  # refuses links
-    fd = os.open(storage.where(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        size = os.fstat(fd).st_size
-        if size != record.bytes:
-            raise CorruptEntryError(f"It has {size} bytes and its record says {record.bytes}.")
-        return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-    finally:
-        os.close(fd)
+def _map_part(storage: Storage, key: RolloutKey, part: RecordedPart) -> Any:
+    """The bytes of a part on a local disk, of which only those pages are read that are asked for."""
+    folder = names.folder_name(key)
+    where = storage.where(folder, part.file)
+    with damaged(key, where):
+        storage.info(folder, part.file)  # refuses links
+        try:
+            fd = os.open(where, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise CorruptEntryError("It is missing. Record the step again, or restore the file.") from error
+        try:
+            size = os.fstat(fd).st_size
+            if size != part.bytes:
+                raise CorruptEntryError(f"It has {size} bytes and its record says {part.bytes}.")
+            return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)

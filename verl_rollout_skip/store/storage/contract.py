@@ -12,19 +12,17 @@ The contract, which ``commit.py`` rests on:
 
 from __future__ import annotations
 
-import io
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import xxhash
 
 from verl_rollout_skip.sizes import format_size
 
-# pyarrow hands over pages of any size; few large writes mean few turns at the interpreter lock.
-_BUFFER_BYTES = 4 << 20
 HERE = "."
 """The folder that stands for the run folder itself."""
 
@@ -38,38 +36,31 @@ class FileInfo:
     changed: float
 
 
-class Staged:
-    """Bytes on their way: a stream to write to that counts and digests what passes.
+class Staged(ABC):
+    """Bytes on their way. Leaving the ``with`` block without having published them discards them.
 
-    Leaving the ``with`` block without having published it discards it.
+    ``stream`` is Arrow's own, and the digest is taken at the end in one call: writing never waits for the interpreter
+    lock, which a busy training thread gives up only every five milliseconds.
     """
 
-    def __init__(self, folder: str, file: IO[bytes]) -> None:
+    def __init__(self, folder: str, stream: pa.NativeFile) -> None:
         self.folder = folder
-        self.size = 0
-        self._file = file
-        self._hash = xxhash.xxh3_128()
-        self.stream = pa.BufferedOutputStream(pa.PythonFile(_Tap(self), mode="w"), _BUFFER_BYTES)
+        self.stream = stream
 
-    @property
-    def digest(self) -> str:
-        """The digest of everything that was written, once the stream is closed."""
-        return str(self._hash.hexdigest())
-
-    def write(self, data: bytes) -> None:
-        """Write everything at once and close the stream."""
+    def write(self, data: Any) -> None:
+        """Write everything at once."""
         self.stream.write(data)
-        self.stream.close()
 
-    def _pass_on(self, data: Any) -> int:
-        size = len(data)
-        self._hash.update(data)
-        while len(data):
-            # A raw file may take less than it was given: then the next write says why.
-            data = data[self._file.write(data) :]
-        self.size += size
-        return size
+    @abstractmethod
+    def content(self) -> Any:
+        """Everything that was written, as a buffer. Nothing can be written afterwards."""
 
+    def measure(self) -> tuple[int, str]:
+        """Size and digest of everything that was written. Nothing can be written afterwards."""
+        with memoryview(self.content()) as view:
+            return view.nbytes, digest_of(view)
+
+    @abstractmethod
     def discard(self) -> None:
         """Forget the bytes; nothing happens if they were published."""
 
@@ -82,8 +73,16 @@ class Staged:
         self.discard()
 
 
+def digest_of(data: Any) -> str:
+    """The digest of a file's bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
 class Storage(Protocol):
     """See the module's docstring for what each method promises."""
+
+    shows_writers: bool
+    """Whether files that are staged show in their folder, under names that begin with ``names.TEMPORARY``."""
 
     def stage(self, folder: str) -> Staged: ...
 
@@ -118,17 +117,3 @@ def too_large(where: str, size: int, limit: int) -> str:
         f"{where} has {format_size(size)} and {format_size(limit)} may be read. If it is meant to be that large, raise "
         "max_load_bytes."
     )
-
-
-class _Tap(io.RawIOBase):
-    """The side of ``Staged`` that pyarrow writes to."""
-
-    def __init__(self, staged: Staged) -> None:
-        super().__init__()
-        self._staged = staged
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._staged._pass_on(memoryview(data))

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import io
+import mmap
 import os
 import secrets
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import xxhash
 
 from verl_rollout_skip.errors import EntryTooLargeError, UnsafePathError
@@ -28,7 +30,7 @@ from verl_rollout_skip.store.storage.contract import FileInfo, Staged, too_large
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Opening a named pipe would wait for a writer without O_NONBLOCK.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ATTEMPTS = 5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -40,26 +42,42 @@ class LocalStaged(Staged):
         self.folder_fd = folder_fd
         self.temporary = f"{TEMPORARY}{_host()}-{os.getpid()}-{secrets.token_hex(6)}"
         self._fd = os.open(self.temporary, _WRITE_FLAGS, 0o644, dir_fd=folder_fd)
-        super().__init__(folder, os.fdopen(self._fd, "wb", buffering=0))
+        try:
+            super().__init__(folder, pa.OSFile(f"/dev/fd/{self._fd}", "wb"))
+        except BaseException:
+            self._remove()
+            raise
+
+    def content(self) -> Any:
+        self.stream.close()
+        if os.fstat(self._fd).st_size == 0:
+            return b""
+        return mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
 
     def sync(self) -> None:
         """Make the bytes durable."""
-        if not self.stream.closed:
-            self.stream.close()
+        self.stream.close()
         os.fsync(self._fd)
 
     def discard(self) -> None:
         if self.folder_fd < 0:
             return
-        self._file.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.temporary, dir_fd=self.folder_fd)
+        with contextlib.suppress(OSError):  # the bytes are not wanted any more
+            self.stream.close()
+        self._remove()
         os.close(self.folder_fd)
         self.folder_fd = -1
+
+    def _remove(self) -> None:
+        os.close(self._fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.temporary, dir_fd=self.folder_fd)
 
 
 class LocalStorage:
     """A run folder under a local path. It is made by the first write."""
+
+    shows_writers = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
@@ -165,8 +183,8 @@ class LocalStorage:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # A file system without hard links. Two writers of one key at the same moment can both pass this check;
-            # then the later one wins, and the entry is still whole, because its record is found by its digest.
+            # A file system without hard links. Two writers of one name at the same moment can both pass this check;
+            # then the later one wins.
             if _exists(folder_fd, name):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from None
             os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)

@@ -7,13 +7,13 @@ Whatever the library behind a URL raises is an ``OSError`` here: callers need no
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 
 from verl_rollout_skip.errors import EntryTooLargeError
 from verl_rollout_skip.store.storage.contract import HERE, FileInfo, Staged, too_large
@@ -33,8 +33,20 @@ _CREDENTIALS = {
 }
 
 
+class RemoteStaged(Staged):
+    """Bytes that wait in memory."""
+
+    def content(self) -> Any:
+        return self.stream.getvalue()
+
+    def discard(self) -> None:
+        self.stream.close()
+
+
 class RemoteStorage:
     """A run folder under a URL."""
+
+    shows_writers = False
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self.url = url.rstrip("/")
@@ -88,13 +100,11 @@ class RemoteStorage:
             raise OSError(message) from error
 
     def stage(self, folder: str) -> Staged:
-        return Staged(folder, io.BytesIO())
+        return RemoteStaged(folder, pa.BufferOutputStream())
 
     def publish(self, staged: Staged, name: str, replace: bool = False) -> None:
-        if not staged.stream.closed:
-            staged.stream.close()
-        assert isinstance(staged._file, io.BytesIO)
-        self._pipe(self._path(staged.folder, name), staged._file.getvalue(), "overwrite" if replace else "create")
+        data = staged.content().to_pybytes()
+        self._pipe(self._path(staged.folder, name), data, "overwrite" if replace else "create")
 
     def read(self, folder: str, name: str, limit: int) -> bytes:
         info = self.info(folder, name)
