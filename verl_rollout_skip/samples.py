@@ -137,7 +137,7 @@ def _rows(tensor: torch.Tensor) -> Rows:
 
 
 def _row_tokens(tokens: Rows, mask: Rows | None, row: int, is_prompt: bool) -> list[int]:
-    """The tokens of one row without padding, if the attention mask tells; those of the prompt come first in it."""
+    """The tokens of one row, without padding if there is an attention mask, which starts with the prompt."""
     ids = tokens[row]
     if mask is not None and not isinstance(tokens, Sequence) and not isinstance(mask, Sequence):
         valid = mask[row][: len(ids)] if is_prompt else mask[row][len(mask[row]) - len(ids) :]

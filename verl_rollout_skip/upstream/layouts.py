@@ -19,7 +19,7 @@ _DEPTH = 3
 
 
 class Layout(str, Enum):
-    """The verl version that wrote the dumps, told by their folder layout."""
+    """The verl version that wrote the dumps, identified by their folder layout."""
 
     ONE_FILE = "0.6 and 0.7"
     """One file for all steps, with the output of the first generate call."""

@@ -21,7 +21,7 @@ _NOT_OF_THE_LOOP = {_EXTRAS, UID, "__num_turns__", "__do_sample__", "multi_modal
 
 def recompute_rewards(batch: DataProto, inputs: DataProto, trainer: Any) -> None:
     """Replace the rewards of a loaded rollout. One without rewards is left alone: the trainer scores it itself."""
-    if SCORES not in batch.batch.keys():  # noqa: SIM118 - a TensorDict is no dict
+    if SCORES not in batch.batch.keys():  # noqa: SIM118 - a TensorDict is not a dict
         return
     scored = _reward_manager(trainer)(_unscored(batch, inputs))
     for key in batch.meta_info.get(EXTRA_KEYS, []):
