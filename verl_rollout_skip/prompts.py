@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from verl_rollout_skip.store import codec
 from verl_rollout_skip.store.codec.batch import Batch, BatchKind, flatten
+from verl_rollout_skip.store.codec.rows import prompt_digests
 from verl_rollout_skip.store.loaded import LoadedEntry
 
 UID = "uid"
@@ -64,7 +65,7 @@ def why_not_same(entry: LoadedEntry, inputs: Any) -> str | None:
     """
     if entry.input_kind not in (None, _kind(inputs)):
         return _other_trainer(entry)
-    recorded, current = entry.prompt_digests(), codec.prompt_digests(inputs)
+    recorded, current = entry.prompt_digests(), prompt_digests(inputs)
     if recorded is None or current is None:
         which = "recorded" if recorded is None else "current"
         return f"the {which} rollout step has no prompts to compare."

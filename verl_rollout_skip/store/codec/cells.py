@@ -13,12 +13,10 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
 from verl_rollout_skip.store.codec import images
@@ -29,98 +27,15 @@ if TYPE_CHECKING:
     import torch
 
 TYPE = "$type"
-CELL_TYPES = {
-    "text": pa.string(),
-    "json": pa.string(),
-    "int": pa.int64(),
-    "float": pa.float64(),
-    "bool": pa.bool_(),
-}
-"""The Parquet type of a column of Python objects, by what it holds."""
 MAX_DEPTH = 100
 # Made once, because `json.dumps` makes one at each call; what contains itself is found before, by its depth.
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
-_INT64 = range(-(2**63), 2**63)
+INT64 = range(-(2**63), 2**63)
 # Fixed-size numpy dtypes only: no objects, no structures.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8\[\d*[a-zA-Z]+\])")
 
 _Readers = Mapping[Any, Callable[[dict[str, Any], CellBlobs, "_Readers"], Any]]
 """How what was written as ``{"$type": …}`` is read, by type."""
-
-
-@dataclass(frozen=True)
-class CellColumn:
-    """The cells of one object array, ready to be written: nothing mutable of the caller's is left in it.
-
-    ``form`` says what ``values`` are: "text", "int", "float" and "bool" hold the cells themselves (or None),
-    "json" holds JSON text. ``blobs`` is the bulk data of each row. ``first_rows[row]`` is the first row that holds the
-    very same object; such rows share one object again after loading, and one list of blobs here.
-    """
-
-    form: str
-    values: list[Any]
-    blobs: list[list[Blob]] | None = None
-    first_rows: list[int] | None = None
-
-
-def encode_column(name: str, cells: Sequence[Any]) -> CellColumn:
-    """Encode the cells of one column; ``name`` is for the error message."""
-    form = _scalar_form(cells)
-    if form is not None:
-        return CellColumn(form, list(cells))
-    values: list[str] = []
-    blobs: list[list[Blob]] = []
-    first_rows: list[int] = []
-    row_of: dict[int, int] = {}
-    for row, cell in enumerate(cells):
-        first = row_of.setdefault(id(cell), row)
-        first_rows.append(first)
-        if first < row:
-            values.append(values[first])
-            blobs.append(blobs[first])
-            continue
-        blobs.append([])
-        values.append(encode(cell, blobs[row], f"{name}[{row}]"))
-    shared = any(first != row and type(cells[row]) not in _IMMUTABLE for row, first in enumerate(first_rows))
-    return CellColumn("json", values, blobs if any(blobs) else None, first_rows if shared else None)
-
-
-_IMMUTABLE = (str, int, float, bool, type(None))
-
-
-def decode_column(
-    texts: Sequence[str],
-    codes: Sequence[int],
-    blobs: Callable[[int], CellBlobs],
-    objects: Sequence[int] | None,
-    made: dict[int, tuple[str, Any]],
-) -> list[Any]:
-    """The cells of a column of JSON text in one part. ``codes`` says which of ``texts`` each row holds.
-
-    Rows with the same number in ``objects`` hold one object; ``made`` has those of earlier parts, by number. Texts
-    that stand for something immutable are decoded once.
-    """
-    cells: list[Any] = []
-    immutable: dict[int, Any] = {}
-    for row, code in enumerate(codes):
-        if code < 0:
-            raise CorruptEntryError("A cell is missing.")
-        if code in immutable:
-            cells.append(immutable[code])
-            continue
-        number = None if objects is None else objects[row]
-        if number in made:
-            text, cell = made[number]
-            if text != texts[code]:
-                raise CorruptEntryError(f"Rows that hold object {number} have different texts.")
-        else:
-            cell = decode(texts[code], blobs(row))
-            if type(cell) in _IMMUTABLE:
-                immutable[code] = cell
-            elif number is not None:
-                made[number] = texts[code], cell
-        cells.append(cell)
-    return cells
 
 
 def encode(value: Any, blobs: list[Blob], where: str) -> str:
@@ -177,20 +92,7 @@ def decode_inline(stored: dict[str, Any], decode: Callable[[str, CellBlobs], Any
     return decode(text, blobs)
 
 
-def _scalar_form(cells: Sequence[Any]) -> str | None:
-    """The form of a column whose cells are all of one simple type, None aside; people can query such a column."""
-    kinds = {type(cell) for cell in cells} - {type(None)}
-    if len(kinds) != 1:
-        return None
-    kind = kinds.pop()
-    if kind is str:
-        return "text" if all(cell is None or cell.isascii() or _is_utf8(cell) for cell in cells) else None
-    if kind is int:
-        return "int" if all(cell is None or cell in _INT64 for cell in cells) else None
-    return {float: "float", bool: "bool"}.get(kind)
-
-
-def _is_utf8(text: str) -> bool:
+def is_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -204,7 +106,7 @@ def _is_plain(value: Any, depth: int) -> bool:
     if kind is str or value is None or kind is bool:
         return True
     if kind is int:
-        return value in _INT64
+        return value in INT64
     if kind is float:
         return math.isfinite(value)
     if depth == 0:
@@ -219,11 +121,11 @@ def _is_plain(value: Any, depth: int) -> bool:
 def _tag(value: Any, blobs: list[Blob], where: str, depth: int) -> Any:
     kind = type(value)
     if kind is str:
-        return value if _is_utf8(value) else {TYPE: "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
+        return value if is_utf8(value) else {TYPE: "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
     if value is None or kind is bool:
         return value
     if kind is int:
-        return value if value in _INT64 else {TYPE: "int", "hex": hex(value)}
+        return value if value in INT64 else {TYPE: "int", "hex": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {TYPE: "float", "hex": struct.pack(">d", value).hex()}
     if depth == 0:
@@ -313,7 +215,7 @@ def _read_ndarray(tag: dict[str, Any], blobs: CellBlobs, readers: _Readers) -> n
         for index, item in enumerate(items):
             array[index] = _untag(item, blobs, readers)
         return array.reshape(shape)
-    dtype = _numpy_dtype(tag["dtype"])
+    dtype = numpy_dtype(tag["dtype"])
     return _bulk(tag, blobs, ("ndarray", dtype.str, shape), lambda data: _array(data, dtype, shape))
 
 
@@ -333,7 +235,7 @@ def _read_numpy(tag: dict[str, Any], blobs: CellBlobs, readers: _Readers) -> Any
     data = bytes.fromhex(tag["hex"])
     if tag["dtype"] == "U":
         return np.str_(data.decode("utf-8", "surrogatepass"))
-    return np.bytes_(data) if tag["dtype"] == "S" else _array(data, _numpy_dtype(tag["dtype"]), ())[()]
+    return np.bytes_(data) if tag["dtype"] == "S" else _array(data, numpy_dtype(tag["dtype"]), ())[()]
 
 
 def _array(data: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -369,7 +271,7 @@ def _items(tag: dict[str, Any]) -> list[Any]:
     return tag["items"]
 
 
-def _numpy_dtype(name: Any) -> np.dtype:
+def numpy_dtype(name: Any) -> np.dtype:
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise ValueError(f"{name!r} is not a dtype of plain numbers or text")
     return np.dtype(name)
@@ -394,11 +296,3 @@ _PEOPLE: _Readers = {
     "tensor": lambda tag, *_: f"(tensor {tag['dtype']} {tag['shape']})",
     "image": lambda tag, *_: f"(image {tag['mode']} {tag['size']})",
 }
-
-
-def text_dtype(name: Any) -> np.dtype:
-    """The dtype of a numpy array of fixed-width text or bytes, from data that cannot be trusted."""
-    dtype = _numpy_dtype(name)
-    if dtype.kind not in "US":
-        raise ValueError(f"{name!r} is not a dtype of text")
-    return dtype

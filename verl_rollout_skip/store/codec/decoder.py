@@ -21,6 +21,7 @@ from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.codec import cells
 from verl_rollout_skip.store.codec.batch import Batch, BatchKind
 from verl_rollout_skip.store.codec.blobs import StoredBlobs, part_blobs, row_blobs
+from verl_rollout_skip.store.codec.cell_columns import CELL_TYPES, decode_column, text_dtype
 from verl_rollout_skip.store.codec.encodings import DenseEncoding, Encoding, Reading, Same, natural
 from verl_rollout_skip.store.codec.jagged import Jagged, JaggedBits, NestedEncoding, encoding_from_json
 from verl_rollout_skip.store.codec.padding import Spans
@@ -184,7 +185,7 @@ class Reader:
             for layout, stored in zip(layouts, self._blobs, strict=True)
         ]
         if first["dtype"] != "|O":
-            dtype = cells.text_dtype(first["dtype"])
+            dtype = text_dtype(first["dtype"])
             if self.rows * math.prod(shape) * dtype.itemsize > self._limit:
                 raise EntryTooLargeError(f"{place[1]} claims more memory than {format_size(self._limit)}.")
             found = [cell for piece in pieces for cell in piece]
@@ -205,7 +206,7 @@ class Reader:
         """The cells of one part as a sequence; ``objects`` are those that earlier rows hold."""
         form, column = item["cells"], item["column"]
         if form not in ("text", "json"):
-            return _object_column(part.objects(column, cells.CELL_TYPES[form]))
+            return _object_column(part.objects(column, CELL_TYPES[form]))
         texts, codes = part.texts(column)
         if form == "text":
             return _object_column([*texts, None])[codes]
@@ -215,9 +216,7 @@ class Reader:
             if len(identity) and identity.min() < 0:
                 raise CorruptEntryError(f"Column {item['object']!r} holds negative numbers.")
         blobs = row_blobs(part, item["blobs"], stored)
-        decoded = cells.decode_column(
-            texts, codes.tolist(), blobs, None if identity is None else identity.tolist(), objects
-        )
+        decoded = decode_column(texts, codes.tolist(), blobs, None if identity is None else identity.tolist(), objects)
         return _object_column(decoded)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,22 +23,19 @@ import xxhash
 
 from verl_rollout_skip.errors import UnsupportedBatchError
 from verl_rollout_skip.store.codec.blobs import LARGE, BlobPool, blob_view
-from verl_rollout_skip.store.codec.cells import CELL_TYPES
 from verl_rollout_skip.store.codec.columns import choose_encodings
-from verl_rollout_skip.store.codec.encodings import Same, Stored, encoding_to_json, list_type
+from verl_rollout_skip.store.codec.encodings import Same, Stored, list_type
 from verl_rollout_skip.store.codec.jagged import JaggedBits
-from verl_rollout_skip.store.codec.part import as_numpy, byte_offsets
+from verl_rollout_skip.store.codec.keys import Key, Names, counts, keys_of
 from verl_rollout_skip.store.codec.prepared import Numbers, Objects, Prepared, TakenBatch
 from verl_rollout_skip.store.codec.rows import row_digests, row_scores, token_lengths
 from verl_rollout_skip.store.format import (
     BLOB_SIZES,
     BLOBS,
-    BLOBS_OF,
     FORMAT_VERSION,
     INPUT_LENGTH,
     INPUT_RESPONSE_LENGTH,
     METADATA_KEY,
-    OBJECT,
     PROMPT_DIGEST,
     PROMPT_LENGTH,
     RESPONSE_LENGTH,
@@ -46,7 +43,6 @@ from verl_rollout_skip.store.format import (
 )
 from verl_rollout_skip.store.threads import map_in_threads
 
-_RESERVED = ("skip__", "in__", "out__")
 _GROUP_BYTES = 96 << 20
 
 
@@ -61,61 +57,6 @@ class Summary:
     content_digest: str
 
 
-class _Digest:
-    """A digest of one column that does not depend on how its rows were cut: of its values, and of their lengths."""
-
-    def __init__(self) -> None:
-        self._values, self._lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
-
-    def add(self, made: Stored | pa.Array) -> None:
-        if isinstance(made, pa.Array):
-            made = _digested(made)
-        values: Any = np.ascontiguousarray(made.values) if made.content is None else made.content
-        self._values.update(values)
-        if made.lengths is not None:
-            lengths: Any = made.lengths.astype(np.int64)
-            self._lengths.update(lengths)
-
-    def digest(self) -> bytes:
-        return bytes(self._values.digest() + self._lengths.digest())
-
-
-@dataclass
-class _Key:
-    """A key of a batch: its description, and the Parquet columns that it is stored in."""
-
-    source: Numbers | Objects
-    taken: TakenBatch
-    spec: dict[str, Any]
-    fields: list[pa.Field]
-    blobs: list[list[int]] | None = None
-    digests: list[_Digest] = field(default_factory=list)
-
-    def arrays(self, rows: slice, pool: BlobPool, numbers: list[int]) -> Iterator[pa.Array]:
-        """The columns for some rows; ``numbers`` are those that the blobs of the pool have in the part."""
-        self.digests = self.digests or [_Digest() for _ in self.fields]
-        if isinstance(self.source, Numbers):
-            made = self.source.encoding.store(self.source.bits, rows, self.taken.spans)
-        else:
-            made = [self._object_column(self.source, column.name, rows, pool, numbers) for column in self.fields]
-        for column, digest, found in zip(self.fields, self.digests, made, strict=True):
-            digest.add(found)
-            kind = column.type.value_type if pa.types.is_list(column.type) else column.type
-            yield found if isinstance(found, pa.Array) else found.to_arrow(kind)
-
-    def _object_column(
-        self, source: Objects, name: str, rows: slice, pool: BlobPool, numbers: list[int]
-    ) -> Stored | pa.Array:
-        if name == self.spec["column"]:
-            return pa.array(source.cells.values[rows], CELL_TYPES[source.cells.form])
-        if name == self.spec["object"]:
-            return Stored(np.array((source.cells.first_rows or [])[rows], np.int64))
-        held = (self.blobs or [])[rows]
-        flat = [number for row in held for number in row]
-        content = b"".join(pool.digests[number] for number in flat)
-        return Stored(np.array([numbers[number] for number in flat], np.int32), _counts(held), content)
-
-
 class Plan:
     """How a rollout step is stored: one encoding for each column, and the slices of rows that become parts.
 
@@ -128,9 +69,9 @@ class Plan:
         if prepared.input is not None:
             choose_encodings(prepared.input, echoed=prepared.output)
         self._pool = BlobPool(blob for batch in prepared.batches for blob in batch.blobs())
-        names = _Names()
-        outputs = list(self._keys(prepared.output, names, "", []))
-        inputs = [] if prepared.input is None else list(self._keys(prepared.input, names, "in__", outputs))
+        names = Names()
+        outputs = list(keys_of(prepared.output, self._pool, names))
+        inputs = [] if prepared.input is None else list(keys_of(prepared.input, self._pool, names, outputs))
         self._all_keys = outputs + inputs
         self._description: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
@@ -200,36 +141,6 @@ class Plan:
             mean_score=None if scores is None or not len(scores) else float(scores.mean()),
             content_digest=self._content_digest(),
         )
-
-    def _keys(self, batch: TakenBatch, names: _Names, prefix: str, outputs: list[_Key]) -> Iterator[_Key]:
-        for numbers in batch.numbers:
-            name = names.take(numbers.path, prefix)
-            spec = {"path": list(numbers.path), "column": name, **encoding_to_json(numbers.encoding)}
-            yield _Key(numbers, batch, spec, numbers.encoding.fields(name))
-        for objects in batch.objects:
-            name, cells = names.take(objects.path, prefix), objects.cells
-            blobs = None if cells.blobs is None else [self._pool.numbers(row) for row in cells.blobs]
-            twin = _twin(objects, blobs, outputs)
-            spec = {
-                "path": list(objects.path),
-                "column": name,
-                "cells": cells.form,
-                "shape": list(objects.shape),
-                "dtype": objects.dtype,
-                "object": None if cells.first_rows is None else f"{OBJECT}{name}",
-                "blobs": None if blobs is None else f"{BLOBS_OF}{name}",
-            }
-            fields = [pa.field(name, CELL_TYPES[cells.form])]
-            if twin is not None:
-                fields = []
-                spec |= {"column": twin.spec["column"], "blobs": twin.spec["blobs"]}
-                if isinstance(twin.source, Objects) and twin.source.cells.first_rows == cells.first_rows:
-                    spec["object"] = twin.spec["object"]
-            if spec["object"] == f"{OBJECT}{name}":
-                fields.append(pa.field(spec["object"], pa.int64(), nullable=False))
-            if blobs is not None and twin is None:
-                fields.append(pa.field(spec["blobs"], list_type(pa.int32()), nullable=False))
-            yield _Key(objects, batch, spec, fields, blobs)
 
     def _extra_columns(self) -> list[tuple[pa.Field, Any]]:
         """The columns for people and SQL, and those that the spans are read from."""
@@ -304,7 +215,7 @@ class Plan:
         flat = np.array([size for row in sizes for size in row], np.int64)
         return [
             pa.Array.from_buffers(pa.binary(), len(new_blobs), buffers),
-            Stored(flat, _counts(sizes)).to_arrow(pa.int64()),
+            Stored(flat, counts(sizes)).to_arrow(pa.int64()),
         ]
 
     def _content_digest(self) -> str:
@@ -327,43 +238,10 @@ class Plan:
         return digest.hexdigest()
 
 
-def plan(prepared: Prepared) -> Plan:
-    """Choose how a rollout step is stored."""
-    return Plan(prepared)
+plan = Plan
 
 
-class _Names:
-    """Column names: the key where it can be, always unique."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def take(self, path: tuple[str, ...], prefix: str) -> str:
-        # A dot would be read as a path into a nested column.
-        label = "__".join(path).replace(".", "_")
-        if not prefix and (not label or label.startswith(_RESERVED)):
-            prefix = "out__"
-        name = unique = prefix + label.encode("utf-8", "replace").decode()
-        number = 2
-        while unique.lower() in self._taken:
-            unique, number = f"{name}__{number}", number + 1
-        self._taken.add(unique.lower())
-        return unique
-
-
-def _twin(objects: Objects, blobs: list[list[int]] | None, outputs: list[_Key]) -> _Key | None:
-    """The key of the output that holds the very same cells: what a rollout hands through is stored once."""
-    for key in outputs:
-        other = key.source
-        if not isinstance(other, Objects) or (other.path, other.cells.form) != (objects.path, objects.cells.form):
-            continue
-        # Floats compare equal that are not the same, so they are stored twice.
-        if objects.cells.form != "float" and other.cells.values == objects.cells.values and key.blobs == blobs:
-            return key
-    return None
-
-
-def _describe(taken: TakenBatch, keys: list[_Key]) -> dict[str, Any]:
+def _describe(taken: TakenBatch, keys: list[Key]) -> dict[str, Any]:
     batch = taken.batch
     return {
         "kind": batch.kind.value,
@@ -390,18 +268,6 @@ def _row_costs(batch: TakenBatch) -> np.ndarray:
         elif not isinstance(column.encoding, Same):
             costs += column.bits.nbytes / max(rows, 1)
     return costs
-
-
-def _counts(rows: list[list[int]]) -> np.ndarray:
-    return np.array([len(row) for row in rows], np.int64)
-
-
-def _digested(array: pa.Array) -> Stored:
-    """What is digested of the cells of a column; -1 as the length of a text, or 0 as that of a number, is None."""
-    valid = as_numpy(array.is_valid())
-    if pa.types.is_string(array.type):
-        return Stored(np.empty(0), np.where(valid, np.diff(byte_offsets(array)), -1), array.buffers()[2] or b"")
-    return Stored(np.where(valid, as_numpy(array), 0), valid)
 
 
 def _parquet_options(fields: list[pa.Field], extras: list[tuple[pa.Field, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.codec import cells
 from verl_rollout_skip.store.codec.batch import Batch, BatchKind, Path, flatten
 from verl_rollout_skip.store.codec.blobs import Blob
-from verl_rollout_skip.store.codec.cells import CellColumn
+from verl_rollout_skip.store.codec.cell_columns import CellColumn, encode_column
 from verl_rollout_skip.store.codec.encodings import Encoding
 from verl_rollout_skip.store.codec.padding import Spans
 from verl_rollout_skip.store.codec.snapshot import Copy, NonZero, Snapshot, held_bytes
@@ -143,7 +143,7 @@ def take(given: Any, copy: Copy = Copy.NOTHING, whose: str = "") -> TakenBatch:
             batch.arrays[path] = array if snapshot is None else snapshot.array(array)
             continue
         flat = array.tolist() if array.ndim == 1 else [row.ravel().tolist() for row in array]
-        encoded = cells.encode_column(where, flat)
+        encoded = encode_column(where, flat)
         if snapshot is not None and encoded.blobs is not None:
             snapshot.cells(where, encoded.blobs)
         objects.append(Objects(path, encoded, array.shape[1:], array.dtype.str))
