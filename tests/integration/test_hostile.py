@@ -332,6 +332,15 @@ def test_columns_that_stand_for_one_another_in_a_circle_are_refused(
     assert refused(load_in_a_fence(fork, forger))
 
 
+@pytest.mark.parametrize("name", ["prompts", "responses"])
+def test_prompts_made_of_themselves_are_refused(padded: Forger, fork: Callable[..., Forked], name: str) -> None:
+    """Columns are decoded on several threads, and one that waits for itself would wait forever."""
+    description, item = padded.numbers(name)
+    item["form"] = "concat"
+    padded.write(description)
+    assert refused(load_in_a_fence(fork, padded))
+
+
 def test_a_long_text_repeated_in_many_rows_is_refused(tmp_path: Path, fork: Callable[..., Forked]) -> None:
     """A dictionary page holds a text once for all rows: forty kilobytes in the file, twenty gigabytes in memory."""
     rows = 20_000

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,9 @@ from verl_rollout_skip.store.codec import cells
 from verl_rollout_skip.store.codec.batch import Batch, BatchKind
 from verl_rollout_skip.store.codec.blobs import StoredBlobs, part_blobs, row_blobs
 from verl_rollout_skip.store.codec.cell_columns import CELL_TYPES, decode_column, text_dtype
-from verl_rollout_skip.store.codec.encodings import DenseEncoding, Encoding, Reading, Same, natural
+from verl_rollout_skip.store.codec.encodings import DenseEncoding, Encoding, Mask, Positions, Reading, Same, natural
 from verl_rollout_skip.store.codec.jagged import Jagged, JaggedBits, NestedEncoding, encoding_from_json
+from verl_rollout_skip.store.codec.memory import ZeroedMemory
 from verl_rollout_skip.store.codec.padding import Spans
 from verl_rollout_skip.store.codec.part import PartFile, damage_is_corruption
 from verl_rollout_skip.store.codec.tensors import dense_column, jagged_tensor, strided_tensor
@@ -50,14 +53,28 @@ _Place = tuple[bool, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class _Layout:
-    """What one part says of the output or of the input, and what was decoded of it: bits by place."""
+    """What one part says of the output or of the input, and what was decoded of it."""
 
     part: PartFile
     rows: slice
     spans: Spans | None
     numbers: dict[_Place, tuple[str, Encoding]]
     objects: dict[_Place, dict[str, Any]]
-    done: dict[_Place, Any] = field(default_factory=dict)
+
+    @cached_property
+    def done(self) -> dict[_Place, Future[Any]]:
+        """The bits of each number, once they are decoded."""
+        return {place: Future() for place in self.numbers}
+
+    def turn(self, place: _Place) -> int:
+        """When a number is decoded: it can need those of earlier turns. What follows from the lengths alone comes late
+        and keeps threads busy that would wait for others."""
+        _, encoding = self.numbers[place]
+        if isinstance(encoding, Same):
+            return 4 if encoding.of else 1
+        if isinstance(encoding, Mask | Positions):
+            return 3
+        return 2 if encoding.needs else 0
 
     @property
     def kinds(self) -> dict[_Place, Any]:
@@ -162,7 +179,8 @@ class Reader:
             for name in layout.object_columns if layout.objects else ():
                 needed += layout.part.stored_bytes(name, _OBJECT_BYTES)
             sizes: dict[_Place, int] = {}
-            for place, (column, encoding) in sorted(layout.numbers.items(), key=lambda item: _stage(item[1][1])):
+            for place in sorted(layout.numbers, key=layout.turn):
+                column, encoding = layout.numbers[place]
                 stored = [layout.part.stored_bytes(field.name) for field in encoding.fields(column)]
                 derived = sum(sizes.get((True, (name,)), 0) for name in encoding.needs)
                 sizes[place] = encoding.row_bytes * layout.part.rows or sum(stored) or derived
@@ -267,47 +285,48 @@ def _decode_numbers(layouts: list[_Layout], echoed: list[_Layout]) -> dict[_Plac
     """The bits of all numeric columns, parts joined. ``echoed`` is what was decoded of the output before."""
     arrays = _allocate(layouts)
 
-    def decode(job: tuple[int, _Place]) -> Any:
+    def decode(job: tuple[int, _Place]) -> None:
         number, place = job
         layout = layouts[number]
         column, encoding = layout.numbers[place]
 
         def done(name: str) -> Any:
-            source = layout if name else echoed[number] if echoed else None
-            found = None if source is None else source.done.get((True, (name,)) if name else place)
-            if found is None:
+            other = (True, (name,)) if name else place
+            found = layout if name else echoed[number] if echoed else None
+            if found is None or other not in found.numbers or (name and found.turn(other) >= layout.turn(place)):
                 raise CorruptEntryError(f"The file derives {column!r} from {name!r}, which it does not hold.")
-            return found
+            return found.done[other].result()
 
-        reading = Reading(layout.part, layout.spans, done)
-        if isinstance(encoding, NestedEncoding):
-            return encoding.read(column, reading)
-        assert isinstance(encoding, DenseEncoding)
-        encoding.read_into(arrays[place][layout.rows], column, reading)
-        return arrays[place][layout.rows]
+        try:
+            reading = Reading(layout.part, layout.spans, done)
+            if isinstance(encoding, NestedEncoding):
+                bits = encoding.read(column, reading)
+            else:
+                assert isinstance(encoding, DenseEncoding)
+                bits = arrays[place][layout.rows]
+                encoding.read_into(bits, column, reading)
+        except BaseException as error:
+            layout.done[place].set_exception(error)
+            raise
+        layout.done[place].set_result(bits)
 
-    # What is stored first, then what is the same as the output's, then what is made from other columns.
-    for stage in range(4):
-        jobs = [
-            (number, place)
-            for number, layout in enumerate(layouts)
-            for place, (_, encoding) in layout.numbers.items()
-            if _stage(encoding) == stage
-        ]
-        for (number, place), bits in zip(jobs, map_in_threads(decode, jobs), strict=True):
-            layouts[number].done[place] = bits
-    nested = {place: [layout.done[place] for layout in layouts] for place in layouts[0].numbers.keys() - arrays.keys()}
-    return arrays | {place: _join(pieces) for place, pieces in nested.items()}
+    # In order of their turns: a column waits only for columns that were begun before it.
+    jobs = [(number, place) for number, layout in enumerate(layouts) for place in layout.numbers]
+    map_in_threads(decode, sorted(jobs, key=lambda job: layouts[job[0]].turn(job[1])))
+    nested = layouts[0].numbers.keys() - arrays.keys()
+    return arrays | {place: _join([layout.done[place].result() for layout in layouts]) for place in nested}
 
 
 def _allocate(layouts: list[_Layout]) -> dict[_Place, np.ndarray]:
-    """Zeros for all rows of every dense column: fresh memory of the system is zero, so that costs nothing."""
-    rows = layouts[-1].rows.stop
-    return {
-        place: np.zeros((rows, *encoding.shape), encoding.element.bits)
-        for place, (_, encoding) in layouts[0].numbers.items()
-        if isinstance(encoding, DenseEncoding)
-    }
+    """Zeros for all rows of every dense column."""
+    memory, rows = ZeroedMemory(), layouts[-1].rows.stop
+    numbers = {place: encoding for place, (_, encoding) in layouts[0].numbers.items()}
+    places = [place for place, encoding in numbers.items() if isinstance(encoding, DenseEncoding)]
+
+    def allocate(place: _Place) -> np.ndarray:
+        return memory.zeros((rows, *numbers[place].shape), numbers[place].element.bits)
+
+    return dict(zip(places, map_in_threads(allocate, places), strict=True))
 
 
 def _join(pieces: list[Any]) -> Any:
@@ -317,12 +336,6 @@ def _join(pieces: list[Any]) -> Any:
     if len(pieces) == 1:
         return pieces[0]
     return JaggedBits(*(np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("values", "lengths")))
-
-
-def _stage(encoding: Encoding) -> int:
-    if isinstance(encoding, Same):
-        return 3 if encoding.of else 1
-    return 2 if encoding.needs else 0
 
 
 def _object_column(values: Sequence[Any]) -> np.ndarray:

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
 from verl_rollout_skip.store.codec.dtypes import Element, as_integers, from_stored, to_stored
-from verl_rollout_skip.store.codec.padding import WINDOWS, Spans, mask_rows, position_rows, row_chunks
+from verl_rollout_skip.store.codec.padding import WINDOWS, Spans, position_rows, row_chunks
 from verl_rollout_skip.store.codec.part import PartFile
 
 
@@ -176,10 +176,10 @@ class Ragged(DenseEncoding):
     def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
         assert reading.spans is not None
         expected = reading.spans.lengths(self.window) * self._per_token()
-        if self.pad:
-            as_integers(out)[...] = self.pad
         for rows, lengths, values in reading.part.lists(column, self.element.arrow):
             _compare(lengths, expected[rows], column)
+            if self.pad:
+                as_integers(out[rows])[...] = self.pad
             self._scatter(out[rows], values, reading.spans, rows)
 
     def outside_is(self, bits: np.ndarray, spans: Spans) -> bool:
@@ -239,7 +239,8 @@ class Mask(DenseEncoding):
     def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
         assert reading.spans is not None
         for chunk in row_chunks(len(out), self.row_bytes):
-            out[chunk] = mask_rows(self.window, reading.spans, chunk, out.dtype)
+            # Padding is zero already, and its memory is left untouched.
+            out[chunk][reading.spans.mask(self.window, chunk)] = 1
 
 
 @dataclass(frozen=True)
