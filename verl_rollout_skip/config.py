@@ -44,7 +44,7 @@ class Steps:
         return self.ranges is None or any(first <= step <= last for first, last in self.ranges)
 
     def first_from(self, step: int) -> int | None:
-        """The first selected step that does not come before this one."""
+        """The first selected step at or after this one."""
         if self.ranges is None:
             return step
         return min((max(first, step) for first, last in self.ranges if last >= step), default=None)

@@ -109,8 +109,7 @@ def _plain_tokenizer(storage: Storage, names: set[str]) -> Any:
     added = config.get("added_tokens_decoder") or {}
     if any(tokenizer.id_to_token(int(token)) is None for token in added):
         return None
-    # With this setting transformers 4 removes spaces from any text, but transformers 5 not from that of a BPE
-    # tokenizer.
+    # With this setting, transformers 4 removes spaces for every tokenizer, transformers 5 for all but BPE.
     if config.get("clean_up_tokenization_spaces"):
         is_bpe = type(tokenizer.model).__name__ == "BPE"
         return tokenizer if is_bpe and find_spec("transformers") is None else None

@@ -103,7 +103,7 @@ def why_no_replacement(entry: LoadedEntry, recorded: Any, inputs: Any) -> str | 
 
 
 def adopt_uids(batch: Any, inputs: Any, add: bool = False) -> None:
-    """Put the current uids into a recorded batch if it has uids, or in any case if ``add``."""
+    """Put the current uids into a recorded batch if it has uids, or always if ``add``."""
     current = _uids(inputs)
     if current is None or not (add or _uids(batch) is not None):
         return

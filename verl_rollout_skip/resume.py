@@ -32,7 +32,7 @@ _KEPT = ("steps", "max_dump_steps", "prompts", "background", "on_dump_error", "m
 
 @dataclass(frozen=True)
 class Resumption:
-    """The training to run. ``remapped`` are settings that changed along with another one with the same value."""
+    """The training to run. ``remapped`` are settings that changed because another one with the same value did."""
 
     manifest: Manifest
     config: DictConfig

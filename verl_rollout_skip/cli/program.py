@@ -48,7 +48,7 @@ rollout-skip ls /data/dumps                      all runs in a dump_dir
 rollout-skip stats /data/dumps/RUN/VARIANT       numbers for each step
 rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5
                                                  one trajectory
-rollout-skip verify /data/dumps --json           check it all, for a script"""
+rollout-skip verify /data/dumps --json           check everything, as JSON"""
 
 
 class Program(Helpful, click.Group):
