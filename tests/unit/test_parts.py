@@ -32,6 +32,7 @@ from tests.batches import (
 )
 from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError
 from verl_rollout_skip.store import codec
+from verl_rollout_skip.store.codec.batch import unflatten
 from verl_rollout_skip.store.format import METADATA_KEY
 
 PROMPTS, SAMPLES = 4, 4
@@ -94,6 +95,18 @@ def test_repeated_images_are_stored_once_and_come_back_shared() -> None:
     assert len({tensor.data_ptr() for tensor in tensors}) == PROMPTS
     images = [cell[0] for cell in loaded_inputs.non_tensor_batch["images"]]
     assert len({id(image) for image in images}) == PROMPTS
+
+
+def test_output_and_input_share_images_in_whatever_order_they_are_read() -> None:
+    output, inputs = vision_rollout()
+    reader = codec.Reader([dump(output, inputs)], 1 << 30)
+    found: list[Any] = [reader.input(), reader.output(), reader.input()]
+    for column in (batch.arrays[("multi_modal_inputs",)] for batch in found):
+        assert [cell["pixel_values"].data_ptr() for cell in column] == [
+            cell["pixel_values"].data_ptr() for cell in found[0].arrays[("multi_modal_inputs",)]
+        ]
+    assert_same_batch(output, unflatten(found[1]))
+    assert_same_batch(inputs, unflatten(found[2]))
 
 
 def test_small_values_come_back_as_copies() -> None:

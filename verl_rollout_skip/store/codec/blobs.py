@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -85,23 +84,18 @@ class BlobPool:
 class StoredBlobs:
     """The blobs of a part, read when one is asked for. ``limit`` bounds the memory of what is made of them."""
 
-    def __init__(self, read: Callable[[], Sequence[Any]], limit: int) -> None:
+    def __init__(self, read: Callable[[], list[Any]], limit: int) -> None:
         self._read = read
         self._limit = limit
         self._made_bytes = 0
+        self._data: list[Any] | None = None
         self._shared: dict[Hashable, Any] = {}
-
-    @cached_property
-    def _views(self) -> Sequence[Any]:
-        return self._read()
 
     def make(self, number: int, kind: Hashable, make: Callable[[Any], Any]) -> Any:
         """What ``make`` makes of a blob: an object of its own, or one for all who ask for a large one of this kind."""
-        if not 0 <= number < len(self._views):
-            raise ValueError(f"there is no blob {number}")
-        data = self._views[number]
-        if len(data) >= LARGE and (number, kind) in self._shared:
+        if (number, kind) in self._shared:
             return self._shared[number, kind]
+        data = self._bytes(number)
         self._made_bytes += len(data)
         if self._made_bytes > self._limit:
             raise EntryTooLargeError(
@@ -109,9 +103,19 @@ class StoredBlobs:
                 "larger machine or raise max_load_bytes."
             )
         made = make(data)
-        if len(data) >= LARGE:
+        if len(data) >= LARGE and self._data is not None:
             self._shared[number, kind] = made
+            self._data[number] = None  # so that what Arrow read is freed
         return made
+
+    def _bytes(self, number: int) -> Any:
+        if self._data is None:
+            self._data = self._read()
+        if not 0 <= number < len(self._data):
+            raise ValueError(f"there is no blob {number}")
+        if self._data[number] is None:  # it was asked for as something else before
+            self._data = self._read()
+        return self._data[number]
 
 
 class CellBlobs:
@@ -124,7 +128,7 @@ class CellBlobs:
     @classmethod
     def of(cls, blobs: Sequence[bytes]) -> CellBlobs:
         """Blobs that belong to one cell alone."""
-        return cls(StoredBlobs(lambda: blobs, 1 << 62), range(len(blobs)))
+        return cls(StoredBlobs(lambda: list(blobs), 1 << 62), range(len(blobs)))
 
     def make(self, index: int, kind: Hashable, make: Callable[[Any], Any]) -> Any:
         """As ``StoredBlobs.make``."""
@@ -145,21 +149,23 @@ def row_blobs(part: PartFile, column: str | None, stored: StoredBlobs) -> Callab
     return lambda row: CellBlobs(stored, listed[ends[row] : ends[row + 1]])
 
 
-def _read_blobs(part: PartFile) -> list[memoryview]:
+def _read_blobs(part: PartFile) -> list[Any]:
+    """Large blobs as views of what Arrow read, small ones as copies: they do not keep the large ones in memory."""
     counts, sizes = part.all_lists(BLOB_SIZES, pa.int64())
-    views: list[memoryview] = []
+    blobs: list[Any] = []
     position = 0
     for joined, count in zip(part.buffers(BLOBS), counts.tolist(), strict=True):
         start = 0
         for size in sizes[position : position + count].tolist():
             if not 0 <= size <= len(joined) - start:
                 raise CorruptEntryError("The blobs of a row do not have the sizes that the file says.")
-            views.append(joined[start : start + size])
+            blob = joined[start : start + size]
+            blobs.append(blob if size >= LARGE else bytes(blob))
             start += size
         if start != len(joined):
             raise CorruptEntryError("The blobs of a row do not have the sizes that the file says.")
         position += count
-    return views
+    return blobs
 
 
 def _digest(blob: Blob) -> bytes:

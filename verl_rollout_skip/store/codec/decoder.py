@@ -177,7 +177,8 @@ class Reader:
         needed = 0
         for layout in [*echoed, *layouts]:
             for name in layout.object_columns if layout.objects else ():
-                needed += layout.part.stored_bytes(name, _OBJECT_BYTES)
+                # Blobs are in memory twice while objects are made of them.
+                needed += layout.part.stored_bytes(name, _OBJECT_BYTES) * (2 if name == BLOBS else 1)
             sizes: dict[_Place, int] = {}
             for place in sorted(layout.numbers, key=layout.turn):
                 column, encoding = layout.numbers[place]
