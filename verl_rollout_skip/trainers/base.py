@@ -1,7 +1,7 @@
 """``SkipMixin``: what the mixins of both trainer families share.
 
-It opens the recording before the trainer is made, follows ``fit``, and refuses a class whose bases are in an order in
-which nothing would be recorded or replayed.
+It checks the host trainer and opens the recording before anything starts, follows ``fit``, and rejects a class whose
+bases are in the wrong order, because its mixin would never run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class SkipMixin(FollowedFit):
         _check_base_order(cls)
 
     def _open_rollout_skip(self, config: DictConfig, check_trainer: Callable[[type], None]) -> None:
-        """Read the settings and compare them with what is recorded. Raises where a training could not work, before
-        anything is started."""
+        """Read the settings, check the trainer and find the recording. Raises before anything starts."""
         show_messages()
         follow_class(type(self))
         if SkipConfig.from_config(config).mode is not Mode.OFF:

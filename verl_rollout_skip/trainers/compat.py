@@ -1,7 +1,7 @@
-"""Looks whether the installed verl has what this package uses, instead of comparing its version.
+"""Checks that the installed verl has what this package uses, rather than comparing version numbers.
 
-Each trainer family lists what it uses in a ``compat`` module of its own. What is missing, or is called in another way
-than here, is an error that says who needs it; a version that nobody has tested yet is a warning.
+Each trainer family lists what it uses in its own ``compat`` module. Something that is missing or takes different
+parameters is an error that says who needs it; a version that is not tested is a warning.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _OWN_CODE = "verl_rollout_skip.trainers."
 
 @dataclass(frozen=True)
 class Need:
-    """A function that is called or overridden here, the arguments of that call, what it is needed for, and by whom.
+    """A function that this package calls or overrides: the arguments of the call, why it is needed, and by whom.
 
-    ``positional`` is None for a function whose arguments are handed on as they come.
+    ``positional`` is None if the arguments are passed through unchanged.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Need:
     user: str = "RolloutSkipMixin"
 
     def explain_mismatch(self, function: Any) -> str | None:
-        """Why a function is not what is needed; None if it is."""
+        """Why a function cannot be used; None if it can."""
         if not callable(function):
             return f"it has no {self.name}, which {self.user} needs {self.purpose}"
         if self.positional is None:
@@ -43,7 +43,7 @@ class Need:
         try:
             signature = inspect.signature(function)
         except ValueError:
-            return None  # a function without a signature can only be tried
+            return None  # some functions have no signature; calling it will tell
         try:
             signature.bind(*self.positional, **dict.fromkeys(self.keywords))
         except TypeError as error:
@@ -66,19 +66,19 @@ _OF_THE_ENGINE = {
 def check_trainer(
     trainer: type, needs: Iterable[Need], supported: str, impossible: str = "be recorded or replayed"
 ) -> None:
-    """Raise if the trainer that a mixin is put before lacks a method, or has it with other parameters."""
+    """Raise if the host trainer lacks a method or has it with different parameters."""
     reasons = [reason for need in needs if (reason := _explain_method(trainer, need)) is not None]
     if reasons:
         raise UnsupportedTrainerError(
-            f"{trainer.__name__} cannot {impossible}: {'; '.join(reasons)}. verl {verl_version()} is "
-            f"installed; supported are {supported}."
+            f"{trainer.__name__} cannot {impossible}: {'; '.join(reasons)}. Installed is verl "
+            f"{verl_version()}. Supported are {supported}."
         )
 
 
 def check_functions(owner: Any, name: str, needs: Iterable[Need], advice: str) -> None:
-    """Raise if a class, module or object lacks a function, or has it with other parameters.
+    """Raise if a class, module or object lacks a function or has it with different parameters.
 
-    Functions of a class are looked at as they are there, so their calls begin with ``self``.
+    The functions of a class are not bound, so their first argument is ``self``.
     """
     for need in needs:
         reason = need.explain_mismatch(getattr(owner, need.name, None))
@@ -87,19 +87,19 @@ def check_functions(owner: Any, name: str, needs: Iterable[Need], advice: str) -
 
 
 def warn_if_untested(tested: Sequence[str], family: str) -> None:
-    """Say that nobody has tried the installed version of verl, which has everything that is needed."""
+    """Warn if the installed verl, which has everything that is needed, is not a tested version."""
     version = verl_version()
     if version not in tested:
         logger.warning(
-            "verl %s is installed. It has what %s need, but tested are verl %s: compare the metrics of a short replay "
-            "with those of its recording before you rely on it",
+            "verl %s has everything that %s need, but it is not a tested version (tested: %s). Compare the metrics of "
+            "a short replay with those of its recording before you rely on it",
             *(version, family, ", ".join(tested)),
         )
 
 
 def import_engine() -> ModuleType:
-    """The module with the engine that generates nothing; raises if the installed verl has no place for it."""
-    advice = "Use rollout_skip.engine=on, which starts the inference engine although nothing is generated."
+    """The module with the engine that generates nothing. Raises if the installed verl cannot use it."""
+    advice = "Use rollout_skip.engine=on, which starts the inference engine even though nothing is generated."
     try:
         engine = import_module("verl_rollout_skip.trainers.engine")
     except ImportError as error:
@@ -112,8 +112,8 @@ def import_engine() -> ModuleType:
 
 
 def register_rollout(name: str, rollout: str, replica: type) -> None:
-    """Make an engine known to verl under a ``rollout.name``. For the part that is in the training workers, named by its
-    path, verl has no function."""
+    """Register an engine under a ``rollout.name``: its servers, and by its path the part in the training workers, for
+    which verl has no public function."""
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -128,7 +128,7 @@ def verl_version() -> str:
 
 
 def _explain_method(trainer: type, need: Need) -> str | None:
-    """Look at the method below the mixin, which is the one that it calls."""
+    """Check the host trainer's own method, which the mixin calls through ``super()``."""
     kinds = [kind for kind in trainer.__mro__ if not kind.__module__.startswith(_OWN_CODE)]
     method: Any = next((vars(kind)[need.name] for kind in kinds if need.name in vars(kind)), None)
     reason = _explain_unfollowable(method)

@@ -1,7 +1,7 @@
-"""``call_after_import``: lets the plugin change a module of verl as soon as that is imported.
+"""``call_after_import``: calls a function as soon as a module is imported.
 
-verl loads plugins at the end of ``import verl``, before its trainers are imported, and has no other place for a plugin
-to be called from. Importing the trainers then would cost every process of verl seconds.
+verl loads plugins in ``import verl``, before its trainers, and never calls them again. Importing the trainers from the
+plugin instead would add seconds to the start of every process of verl.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class _Watcher:
-    """A finder that finds nothing itself: it has functions called with a module as soon as that is imported."""
+    """A finder that delegates to the others and calls functions with the module once it is imported."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Callable[[Any], None]]] = {}

@@ -1,7 +1,7 @@
-"""What the V0 mixins use of verl's ``RayPPOTrainer``, and how versions of verl differ in it.
+"""What the V0 mixins use of verl's ``RayPPOTrainer``, and how versions of verl differ.
 
-Where verl has no setting for something, or its workers refuse one that they do not know, another way is taken; which
-one is found out by looking at verl.
+Older versions lack some of the settings that a replay without an engine uses, and their workers reject unknown ones.
+``look_at_settings`` finds out which settings the installed verl knows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SUPPORTED = (
 
 
 class HostTrainer(Protocol):
-    """What ``RolloutSkipMixin`` expects of the trainer that it is put before."""
+    """What ``RolloutSkipMixin`` expects of its host, the trainer that follows it among the bases."""
 
     config: DictConfig
     tokenizer: Any
@@ -44,7 +44,7 @@ class HostTrainer(Protocol):
 
 
 class DynamicSamplingHost(HostTrainer, Protocol):
-    """What ``DynamicSampling`` expects besides, from verl 0.7.1 on."""
+    """What ``DynamicSampling`` expects in addition. verl has it since 0.7.1."""
 
     global_steps: int
     async_rollout_manager: Any
@@ -83,13 +83,13 @@ _GENERATE = Need("generate_sequences", "to record or replace a rollout", ("promp
 
 
 def check_trainer(trainer: type) -> None:
-    """Raise if a trainer has not what is needed, before anything is made; warn if its verl is not a tested one."""
+    """Raise if a trainer lacks something, before anything starts; warn if verl is not a tested version."""
     compat.check_trainer(trainer, NEEDS, _SUPPORTED)
     compat.warn_if_untested(TESTED, "the V0 trainers")
 
 
 def check_dynamic_sampling(trainer: type) -> None:
-    """Raise if a trainer has not what ``DynamicSampling`` needs."""
+    """Raise if a trainer lacks something that ``DynamicSampling`` needs."""
     supported = (
         "RayPPOTrainer from verl 0.7.1 on, where rollouts come with rewards; on an earlier one put RolloutSkipMixin "
         "before the RayDAPOTrainer of its own recipe/dapo"
@@ -98,7 +98,7 @@ def check_dynamic_sampling(trainer: type) -> None:
 
 
 def generator_name(trainer: Any) -> str:
-    """The attribute of a trainer that generates. Up to verl 0.6.1 that may be the workers (``rollout.mode=sync``)."""
+    """The attribute of a trainer that generates. In verl 0.6.1 the workers may do it (``rollout.mode=sync``)."""
     return "async_rollout_manager" if getattr(trainer, "async_rollout_mode", True) else "actor_rollout_wg"
 
 
@@ -109,29 +109,29 @@ def find_generator(trainer: Any) -> Any:
     reason = _GENERATE.explain_mismatch(getattr(found, _GENERATE.name, None))
     if reason is not None:
         raise UnsupportedTrainerError(
-            f"{type(trainer).__name__} cannot be recorded or replayed: after init_workers, looking at self.{name}, "
-            f"{reason}. verl {compat.verl_version()} is installed; supported are {_SUPPORTED}."
+            f"{type(trainer).__name__} cannot be recorded or replayed: of self.{name} after init_workers, {reason}. "
+            f"Installed is verl {compat.verl_version()}. Supported are {_SUPPORTED}."
         )
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the installed verl lets be said by settings. Its workers refuse a setting that they do not know."""
+    """Which of the settings for a replay without an engine the installed verl knows."""
 
     weight_sync: bool
-    """A class that sends no weights, in ``rollout.checkpoint_manager_class``; not before verl 0.9.0."""
+    """``rollout.checkpoint_manager_class`` with our constructor; since verl 0.9.0."""
     agent_loop_manager: bool
-    """A class in ``rollout.agent.agent_loop_manager_class``; not before verl 0.7.1."""
+    """``rollout.agent.agent_loop_manager_class``; since verl 0.7.1."""
     several_libraries: bool
-    """Several modules in ``model.external_lib``; not before verl 0.9.0."""
+    """More than one module in ``model.external_lib``; since verl 0.9.0."""
 
 
 def look_at_settings() -> Settings:
     from verl.workers import config
 
     return Settings(
-        weight_sync="checkpoint_manager_class" in _types(config, "RolloutConfig") and _makes_weight_sync_as_here(),
+        weight_sync="checkpoint_manager_class" in _types(config, "RolloutConfig") and _constructs_weight_sync_like_us(),
         agent_loop_manager="agent_loop_manager_class" in _types(config, "AgentLoopConfig"),
         several_libraries=_takes_lists(_types(config, "HFModelConfig").get("external_lib")),
     )
@@ -148,7 +148,7 @@ def without_engine(config: DictConfig, loads_rewards: bool) -> DictConfig:
         if not known.several_libraries:
             model.external_lib = _only(model.external_lib)
         if not known.agent_loop_manager:
-            # The manager of the agent loops is named in verl's code, but it can manage none of them.
+            # verl's own manager cannot be replaced, but it can have no workers.
             rollout.mode = "async"
             rollout.agent.num_workers = 0
             rollout.agent.pop("agent_loop_manager_class")
@@ -156,13 +156,13 @@ def without_engine(config: DictConfig, loads_rewards: bool) -> DictConfig:
 
 
 def stop_weight_syncs(trainer: Any) -> None:
-    """For a trainer that was made with the configuration of ``without_engine``, after ``init_workers``."""
-    # Where there is no such manager, the engine fetches the weights itself, and there is none.
+    """Send no weights, where no setting says so. To be called after ``init_workers``."""
+    # verl 0.6.1 has no such manager: its engine fetches the weights, and there is no engine.
     if getattr(trainer, "checkpoint_manager", None) is not None and not look_at_settings().weight_sync:
         trainer.checkpoint_manager = compat.import_engine().NoWeightSync(config=None, actor_wg=None, replicas=[])
 
 
-def _makes_weight_sync_as_here() -> bool:
+def _constructs_weight_sync_like_us() -> bool:
     from verl.checkpoint_engine import CheckpointEngineManager
 
     kinds = (CheckpointEngineManager, compat.import_engine().NoWeightSync)
@@ -171,7 +171,7 @@ def _makes_weight_sync_as_here() -> bool:
 
 
 def _types(module: Any, name: str) -> dict[str, Any]:
-    """The settings that a class of verl's configuration knows, with their types."""
+    """The fields of a configuration class of verl, with their types."""
     kind = getattr(module, name, None)
     if not dataclasses.is_dataclass(kind):
         raise UnsupportedTrainerError(
@@ -186,7 +186,7 @@ def _takes_lists(hint: Any) -> bool:
 
 
 def _only(libraries: Any) -> str:
-    """The one module that a version which imports only one is to import."""
+    """The module to import, for a verl that imports only one."""
     names = list(libraries) if isinstance(libraries, ListConfig) else [libraries]
     if len(names) > 1:
         raise ConfigError(

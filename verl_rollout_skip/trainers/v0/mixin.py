@@ -38,7 +38,7 @@ def _as_v0(config: DictConfig) -> DictConfig:
 if TYPE_CHECKING:
     from verl_rollout_skip.trainers.v0.compat import HostTrainer
 else:
-    HostTrainer = object  # the trainer comes after the mixin in a class of the user
+    HostTrainer = object  # at run time the host is whatever trainer the user derives from
 
 
 class RolloutSkipMixin(SkipMixin, HostTrainer):

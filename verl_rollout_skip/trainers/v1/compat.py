@@ -24,7 +24,7 @@ _SUPPORTED = f"the V1 trainers of verl {', '.join(TESTED)} and trainers derived 
 
 
 class HostTrainer(Protocol):
-    """What ``RolloutSkipMixin`` expects of the trainer that it is put before."""
+    """What ``RolloutSkipMixin`` expects of its host, the trainer that follows it among the bases."""
 
     config: DictConfig
     tokenizer: Any
@@ -66,25 +66,25 @@ class HostTrainer(Protocol):
 
 NEEDS = (
     Need("fit", "to notice the end of the training", positional=None),
-    Need("step", "to notice a step that samples in another way", ("metrics", "timing_raw")),
+    Need("step", "to notice a step that does not sample from the replay buffer", ("metrics", "timing_raw")),
     Need("_build_replay_buffer", "to replace what is sampled"),
     Need("_fetch_one_gen_batch", "to draw the prompts that a recorded step drew"),
-    Need("_submit_batch_to_rollout", "to hold prompts back that are not generated", ("batch",)),
-    Need("_reissue_inflight_prompts", "to follow prompts that come with a checkpoint", ("partition_id",)),
+    Need("_submit_batch_to_rollout", "to hold back prompts until it is decided whether they are generated", ("batch",)),
+    Need("_reissue_inflight_prompts", "to track prompts restored from a checkpoint", ("partition_id",)),
     Need("_init_dataloader", "to compare the steps of the training with those that are recorded"),
     Need("_setup", "to start no inference engine, or to put off its weights"),
     Need("_validate", "to send weights before a validation"),
     Need("_save_checkpoint", "to save a dataloader that was drawn from ahead"),
 )
-# prepare_step is overridden too, but verl 0.9.0 does without it.
+# prepare_step is overridden too, but is optional: verl 0.9.0 does not have it.
 
 _SAMPLE = Need("sample", "to record or replace a rollout", keywords=("global_steps", "partition_id", "batch_size"))
 
 _QUEUE = (
     Need("kv_batch_put", "to put a recorded batch back", keywords=("keys", "partition_id", "fields", "tags")),
     Need("kv_batch_get", "to record a batch", keywords=("keys", "partition_id", "select_fields")),
-    Need("kv_list", "to see which prompts wait", ("partition",)),
-    Need("kv_clear", "to remove prompts that are not in flight any more", keywords=("keys", "partition_id")),
+    Need("kv_list", "to list waiting prompts", ("partition",)),
+    Need("kv_clear", "to remove prompts that are no longer in flight", keywords=("keys", "partition_id")),
     Need("get_client", "to see which rows have a field"),
 )
 _CLIENT = (
@@ -96,7 +96,7 @@ _CLIENT = (
 
 
 def check_trainer(trainer: type) -> None:
-    """Raise if a trainer or TransferQueue has not what is needed; warn if the installed verl is not a tested one."""
+    """Raise if a trainer or TransferQueue lacks something; warn if verl is not a tested version."""
     compat.check_trainer(trainer, NEEDS, _SUPPORTED)
     advice = f"Supported are {_SUPPORTED}, with the TransferQueue that they ask for."
     compat.check_functions(tq, "TransferQueue", _QUEUE, advice)
@@ -105,7 +105,7 @@ def check_trainer(trainer: type) -> None:
 
 
 def check_replay_buffer(buffer: Any) -> None:
-    """Raise if a replay buffer is not sampled from in the known way."""
+    """Raise if a replay buffer has no ``sample``, or one with different parameters."""
     compat.check_functions(buffer, type(buffer).__name__, [_SAMPLE], f"Supported are {_SUPPORTED}.")
 
 
@@ -126,8 +126,7 @@ def base_mode(trainer: type) -> str:
 
 
 def use_skip_trainer(config: DictConfig) -> None:
-    """Let verl choose the trainer with recorded rollouts for the mode that a configuration names. A mode that is not
-    one of verl's own is the name of somebody's trainer, and stays."""
+    """Replace one of verl's own trainer modes by the mode with recorded rollouts; leave a user's own mode alone."""
     mode = f"{SKIP}{config.trainer.v1.trainer_mode}"
     if mode in MODES:
         config.trainer.v1.trainer_mode = mode

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from verl_rollout_skip.trainers.v1.compat import HostTrainer
 else:
-    HostTrainer = object  # the trainer comes after the mixin in a class of the user
+    HostTrainer = object  # at run time the host is whatever trainer the user derives from
 
 
 class RolloutSkipMixin(SkipMixin, HostTrainer):
