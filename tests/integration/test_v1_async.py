@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 
 from tests.v1_trainings import (
@@ -32,6 +33,14 @@ SEPARATE = (
     "trainer.v1.separate_async.parameter_sync_step=2",
 )
 KINDS = {"colocate": (ColocateTrainer, STEPS), "separate": (SeparateTrainer, SEPARATE)}
+
+# verl 0.9.0 fills its prefetch window again although a checkpoint has restored the prompts in it.
+resumes_exactly = pytest.mark.skipif(
+    not hasattr(PPOTrainer, "_add_async_warmup_batches"), reason="verl 0.9.0 draws more prompts after a resume"
+)
+lends_gpus = pytest.mark.skipif(
+    not hasattr(PPOTrainerSeparateAsync, "_wait_for_sampleable_and_switch"), reason="verl 0.9.0 lends no GPUs"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,6 +91,7 @@ def test_groups_that_were_filtered_are_replaced_as_they_were(trainings: Training
     assert prompts_left(again) == prompts_left(recorded)
 
 
+@resumes_exactly
 def test_a_replay_resumes_from_checkpoints_of_the_recording_and_from_its_own(trainings: Trainings) -> None:
     settings = (*STEPS, "trainer.save_freq=2")
     resume = (
@@ -95,6 +105,7 @@ def test_a_replay_resumes_from_checkpoints_of_the_recording_and_from_its_own(tra
     assert trainings.train("replay", *settings, *resume, kind=ColocateTrainer).trained == recorded.trained[2:]
 
 
+@resumes_exactly
 def test_a_generating_training_resumes_from_a_checkpoint_of_a_replay(trainings: Trainings) -> None:
     def resume(step: int) -> tuple[str, ...]:
         folder = f"{trainings.folder}/checkpoints/global_step_{step}"
@@ -200,6 +211,7 @@ class LendingTrainer(SeparateTrainer):
     add_replicas_to_balancer = remove_replicas_from_balancer = clear_sticky_cache = _nothing
 
 
+@lends_gpus
 def test_what_was_evicted_while_gpus_were_lent_is_reported_by_a_replay_that_lends_none(trainings: Trainings) -> None:
     settings = (
         *SEPARATE,

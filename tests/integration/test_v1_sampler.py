@@ -177,7 +177,7 @@ def test_a_failed_read_is_a_failed_dump_and_what_follows_is_not_taken_for_known(
     assert list(trained.logged) == [1, 2, 3]
     assert trained.logged[3]["rollout_skip/dump_failures"] == 1
     assert "storage unit 3 does not answer" in log.text
-    assert "what was generated for step 2, generation batch 0 is not known" in log.text
+    assert "the rollout of step 2, generation batch 0 could not be read" in log.text
     assert RolloutStore(trainings.variant()).keys() == [RolloutKey(1), RolloutKey(3)]
     assert lineage(trainings) == {1: "start", 3: UNKNOWN}
     monkeypatch.undo()
@@ -216,7 +216,7 @@ def test_a_step_that_is_not_recorded_is_not_harmed_by_a_failed_read(
     trained = trainings.train("record", "+rollout_skip.steps=[1,3]")
     assert list(trained.logged) == [1, 2, 3]
     assert trained.logged[3]["rollout_skip/dump_failures"] == 0
-    assert "what was generated for step 2, generation batch 0 is not known" in log.text
+    assert "the rollout of step 2, generation batch 0 could not be read" in log.text
     assert lineage(trainings) == {1: "start", 3: UNKNOWN}
 
 
