@@ -209,13 +209,13 @@ def _shift(a: np.ndarray | None, b: np.ndarray | None, pairs: list[tuple[int, in
 
 def _other_columns(a: EntryReader, b: EntryReader) -> list[str]:
     """The names of the columns that differ or that only one side has."""
-    found = []
-    for name in sorted(a.names | b.names):
-        if name in _UNCOMPARED:
-            continue
+
+    def differs(name: str) -> bool:
         if name not in a.names or name not in b.names or not _same_bits(a.column(name), b.column(name)):
-            found.append(name)
-    return found
+            return True
+        return a.bulk_digests(name) != b.bulk_digests(name)
+
+    return [name for name in sorted(a.names | b.names) if name not in _UNCOMPARED and differs(name)]
 
 
 def _same_bits(a: pa.ChunkedArray, b: pa.ChunkedArray) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from verl_rollout_skip.store.format import BLOB_SIZES, BLOBS, BLOBS_OF
 from verl_rollout_skip.store.reader.part import PartReader, Side
 from verl_rollout_skip.store.record import EntryRecord
 
@@ -24,8 +25,9 @@ class EntryReader:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all columns, as they are in the Parquet files."""
-        return frozenset().union(*(part.names for part in self._parts))
+        """The names of the columns in the Parquet files, but for those with bulk data, which belong to all of them."""
+        names = frozenset().union(*(part.names for part in self._parts))
+        return frozenset(name for name in names if name not in (BLOBS, BLOB_SIZES) and not name.startswith(BLOBS_OF))
 
     @property
     def response_width(self) -> int | None:
@@ -34,9 +36,10 @@ class EntryReader:
         return None if widths is None else max(widths)
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """One column as Arrow has it."""
-        columns = [part.column(name) for part in self._parts]
-        return pa.chunked_array([chunk for column in columns for chunk in column.chunks], columns[0].type)
+        """One column as Arrow has it; null in parts that do not have it."""
+        columns = [part.column(name) if name in part.names else pa.nulls(part.rows) for part in self._parts]
+        tables = [pa.table({name: column}) for column in columns]
+        return pa.concat_tables(tables, promote_options="permissive").column(name)
 
     def numbers(self, name: str) -> np.ndarray | None:
         """A column of numbers or truth values; None if one of its values is missing."""
@@ -55,6 +58,11 @@ class EntryReader:
             found = self._joined(lambda part: part.tokens(name))
             self._tokens[name] = None if found is None else [row for rows in found for row in rows]
         return self._tokens[name]
+
+    def bulk_digests(self, column: str) -> list[bytes] | None:
+        """For each row a digest of the bulk data in the cells of a column; None if it has none."""
+        found = self._joined(lambda part: part.bulk_digests(column))
+        return None if found is None else [digest for digests in found for digest in digests]
 
     def cells(self, name: str, rows: Sequence[int] | None = None, side: Side = Side.OUTPUT) -> list[Any] | None:
         """The Python values of a key for these rows, or for all: numbers, text, objects. A tensor or an image among

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
@@ -22,7 +23,7 @@ from verl_rollout_skip.store.codec.encodings import DenseEncoding, Reading, natu
 from verl_rollout_skip.store.codec.jagged import encoding_from_json
 from verl_rollout_skip.store.codec.padding import Spans
 from verl_rollout_skip.store.codec.part import PartFile, as_numpy
-from verl_rollout_skip.store.format import INPUT_LENGTH, INPUT_RESPONSE_LENGTH, PROMPT_LENGTH, RESPONSE_LENGTH
+from verl_rollout_skip.store.format import BLOBS_OF, INPUT_LENGTH, INPUT_RESPONSE_LENGTH, PROMPT_LENGTH, RESPONSE_LENGTH
 
 _LIMIT = 4 << 30
 _MAX_HOPS = 8
@@ -117,6 +118,20 @@ class PartReader:
                 blobs = row_blobs(self._file, item["blobs"], self._blobs)
                 found = [cells.decode_for_people(text, blobs(row)) for text, row in zip(found, rows, strict=True)]
             return [_reshaped(value, item["shape"]) for value in found] if item["shape"] else found
+
+    def bulk_digests(self, column: str) -> list[bytes] | None:
+        """For each row a digest of the bulk data in the cells of a column; None if it has none."""
+        numbers = f"{BLOBS_OF}{column}"
+        if numbers not in self.names:
+            return None
+        digests: dict[int, bytes] = {}
+        with self._damaged():
+            blobs = row_blobs(self._file, numbers, self._blobs)
+            for row in range(self.rows):
+                for index, number in enumerate(blobs(row).numbers):
+                    if number not in digests:
+                        digests[number] = blobs(row).make(index, "digest", lambda data: xxhash.xxh3_128(data).digest())
+            return [b"".join(digests[number] for number in blobs(row).numbers) for row in range(self.rows)]
 
     def simple_keys(self) -> list[str]:
         """The keys of the output that have one number, truth value or text per row."""
