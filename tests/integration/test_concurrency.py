@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 from verl import DataProto
 
 from tests.batches import assert_same_batch, rollout_output
+from tests.disks import Disk
+from tests.entry_files import part_files
 from tests.integration.conftest import Forked, Report, leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import EntryExistsError, EntryNotFoundError
 from verl_rollout_skip.store import codec, commit, committed
+from verl_rollout_skip.store.reader import StoreReader
 from verl_rollout_skip.store.storage.local import LocalStorage
 
 PROCESSES = 8
@@ -192,6 +197,103 @@ def test_processes_that_delete_and_record_the_same_key_never_break_it(
 
     all_at_once(fork, tmp_path, work)
     check_everything(tmp_path)
+
+
+def numbered(number: int) -> TensorDict:
+    """A rollout of a few kilobytes in which every row says which one it is."""
+    values = {"number": torch.full((6, 8), number), "noise": torch.rand(6, 40)}
+    return TensorDict({**values, "again": torch.full((6,), float(number))}, batch_size=[6])
+
+
+def test_a_reader_that_races_with_replace_never_sees_a_missing_or_mixed_entry(
+    small_disk: Callable[..., Disk], fork: Callable[..., Forked]
+) -> None:
+    """Another process replaces an entry of three parts a thousand times, and this one reads all the while."""
+    folder = small_disk(16 << 20).path / "run"
+    part_bytes = 600
+    with RolloutStore(folder, part_bytes=part_bytes) as store:
+        store.put(K, numbered(0), info={"number": 0})
+    assert len(store.record(K).parts) == 3
+
+    def work(report: Report) -> None:
+        writer = RolloutStore(folder, background=False, part_bytes=part_bytes)
+        for number in range(1, 1001):
+            writer.put(K, numbered(number), info={"number": number}, replace=True)
+        (folder / "done").touch()
+
+    child = fork(work)
+    seen = [0]
+    reader = StoreReader.at(str(folder))
+    while not (folder / "done").exists():
+        assert K in store
+        entry = store.load(K)
+        numbers = {*entry.batch()["number"].unique().tolist(), *map(int, entry.batch()["again"].tolist())}
+        assert numbers == {entry.record.info["number"]}, "rows of several rollouts"
+        columns = reader.entry(K)
+        again = columns.numbers("again")
+        assert again is not None
+        assert {*again} == {columns.record.info["number"]}
+        seen.append(entry.record.info["number"])
+    assert child.exit_code == 0
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 20, "the reader saw too few of them to prove anything"
+    assert store.record(K).info == {"number": 1000}
+    assert leftovers(folder) == []
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["another rollout", "the same rollout"])
+@pytest.mark.parametrize("taken", [False, True], ids=["first put", "replace"])
+def test_the_parts_of_a_writer_at_work_are_not_cleaned_up_by_others(
+    tmp_path: Path, fork: Callable[..., Forked], same: bool, taken: bool
+) -> None:
+    """A real process has written its parts and waits before its record, while others commit, delete and prune."""
+    go_on = tmp_path / "go on"
+    folder = tmp_path / "run"
+    store = RolloutStore(folder, background=False)
+    if taken:
+        store.put(K, rollout(1 if same else 2), info={"seed": 1 if same else 2})
+
+    def work(report: Report) -> None:
+        def wait(call: str, name: str) -> None:
+            if call == "publish" and name.endswith(".json"):
+                report("written")
+                while not go_on.exists():
+                    time.sleep(0.01)
+
+        storage = MeanwhileStorage(folder, wait)
+        commit.commit(storage, K, codec.prepare(rollout(1)), {"seed": 1}, replace=True)
+
+    before = set(part_files(folder))
+    child = fork(work)
+    child.wait_for("written")
+    (part,) = set(part_files(folder)) - before
+    seed = 1 if same else 3
+    store.put(K, rollout(seed), info={"seed": seed}, replace=True)
+    assert part.exists()
+    store.prune()
+    assert part.exists()
+    store.delete(K)
+    store.put(K, rollout(seed), info={"seed": seed})
+    with pytest.raises(EntryExistsError):
+        store.put(K, rollout(4))
+    assert part.exists()
+    assert check(store.get(K)) == seed
+    go_on.touch()
+    assert child.exit_code == 0
+    assert store.record(K).info == {"seed": 1}
+    assert part_files(folder) == [part]
+    assert check(store.get(K)) == 1
+    assert leftovers(folder) == []
+
+
+def test_no_two_commits_write_the_same_part(tmp_path: Path) -> None:
+    """Otherwise one could remove, as left over by a dead writer, what the other is about to list."""
+    store = RolloutStore(tmp_path, background=False)
+    names = set()
+    for _ in range(5):
+        store.put(K, rollout(1), replace=True)
+        names.add(store.record(K).parts[0].file)
+    assert len(names) == 5
 
 
 class MeanwhileStorage(LocalStorage):

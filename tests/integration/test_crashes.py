@@ -24,10 +24,11 @@ from verl import DataProto
 
 from tests.batches import assert_same_batch, rollout_output
 from tests.disks import Disk
-from tests.entry_files import part_file
+from tests.entry_files import part_file, part_files
 from tests.integration.conftest import Forked, Report, leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import CorruptEntryError, EntryExistsError, EntryNotFoundError
+from verl_rollout_skip.store.storage.local import LocalStorage
 
 # What changes names or makes bytes durable; between two of these nothing changes that a reader could see.
 SYSTEM_CALLS = ("mkdir", "fsync", "link", "rename", "unlink")
@@ -191,6 +192,7 @@ class Story:
     before: int | None
     allowed: frozenset[int | None]
     background: bool = False
+    part_bytes: int = 1 << 30
 
 
 STORIES = {
@@ -198,9 +200,12 @@ STORIES = {
     "first put in the background": Story(put_first, None, frozenset({None, NEW}), background=True),
     "replace": Story(replace_old, OLD, frozenset({OLD, NEW})),
     "replace in the background": Story(replace_old, OLD, frozenset({OLD, NEW}), background=True),
+    "first put of several parts": Story(put_first, None, frozenset({None, NEW}), part_bytes=700),
+    "replace several parts": Story(replace_old, OLD, frozenset({OLD, NEW}), part_bytes=700),
     "replace what is damaged": Story(replace_old, DAMAGED, frozenset({DAMAGED, NEW})),
     "new step": Story(record_into_a_new_folder, OLD, frozenset({OLD})),
     "delete": Story(delete, OLD, frozenset({OLD, None})),
+    "delete several parts": Story(delete, OLD, frozenset({OLD, None}), part_bytes=700),
     "set aside": Story(set_aside, DAMAGED, frozenset({DAMAGED, None})),
     "prune": Story(prune, OLD, frozenset({OLD})),
 }
@@ -231,7 +236,7 @@ def test_a_process_killed_at_any_stage_leaves_the_old_entry_or_the_new_one(
     # In memory, because nothing here depends on what a disk does, and there are hundreds of commits.
     disk = small_disk(64 << 20).path
     original = disk / "original"
-    with RolloutStore(original) as store:
+    with RolloutStore(original, part_bytes=story.part_bytes) as store:
         store.put(NEIGHBOUR, rollout(1))
         if story.before is not None:
             store.put(K, rollout(OLD))
@@ -241,7 +246,7 @@ def test_a_process_killed_at_any_stage_leaves_the_old_entry_or_the_new_one(
         leave_something_behind(original, fork)
 
     def work(report: Report, folder: Path, number: int) -> None:
-        store = RolloutStore(folder, background=story.background)
+        store = RolloutStore(folder, background=story.background, part_bytes=story.part_bytes)
         die_at(number)
         story.act(store)
 
@@ -345,6 +350,41 @@ def test_every_name_is_given_to_synced_bytes_and_every_folder_is_synced_before_p
         for index, (event, path) in enumerate(log):
             if event == "from" and os.path.basename(path).startswith(".tmp-"):
                 assert ("synced", path) in log[:index], f"{path} got its name before its bytes were safe"
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["first put", "replace"])
+def test_a_crash_between_the_parts_and_the_record_shows_nothing_and_the_next_commit_cleans_up(
+    tmp_path: Path, fork: Callable[..., Forked], taken: bool
+) -> None:
+    store = RolloutStore(tmp_path, background=False, part_bytes=300)
+    if taken:
+        store.put(K, rollout(OLD))
+    before = set(part_files(tmp_path))
+
+    def work(report: Report) -> None:
+        publish = LocalStorage.publish
+
+        def die(storage: LocalStorage, staged: Any, name: str, replace: bool = False) -> None:
+            if name.endswith(".json"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            publish(storage, staged, name, replace)
+
+        LocalStorage.publish = die  # type: ignore[method-assign]
+        RolloutStore(tmp_path, background=False, part_bytes=300).put(K, rollout(NEW), replace=taken)
+
+    assert fork(work).exit_code == -signal.SIGKILL
+    left = set(part_files(tmp_path)) - before
+    assert len(left) > 1, "the rollout was meant to have several parts"
+    assert left <= set(leftovers(tmp_path))
+    assert store.keys() == ([K] if taken else [])
+    assert (K in store) == taken
+    if taken:
+        assert seed_of(store, K) == OLD
+    store.put(K, rollout(NEXT), replace=taken)
+    assert not left & set(part_files(tmp_path)), "the parts of the dead writer are still there"
+    assert seed_of(store, K) == NEXT
+    store.prune()
+    assert leftovers(tmp_path) == []
 
 
 ENDINGS = {"none": 0, "exception": 1, "dropped": 0, "fork": 0, "failing": 0}
