@@ -32,6 +32,7 @@ from tests.batches import (
 )
 from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError
 from verl_rollout_skip.store import codec
+from verl_rollout_skip.store.codec import encoder
 from verl_rollout_skip.store.codec.batch import unflatten
 from verl_rollout_skip.store.format import METADATA_KEY
 
@@ -207,6 +208,15 @@ def test_parts_are_as_large_as_asked_and_not_cut_within_the_samples_of_an_image(
     assert_same_batch(inputs, loaded_inputs)
     assert sum(len(part.getvalue()) for part in parts) < PROMPTS * 4_000_000 * 1.01
     assert plan.summary().content_digest == dump_parts(output, inputs)[1].content_digest
+
+
+def test_blobs_that_an_earlier_part_has_too_are_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "_GROUP_BYTES", 100_000)
+    images = [pixels(number, 20_000) for number in range(8)]
+    batch = data_proto(x=[[images[row % 8]] for row in range(ROWS)])
+    parts, _ = dump_parts(batch, cuts=[8])
+    assert [pq.read_metadata(io.BytesIO(part)).num_row_groups for part in parts] == [7, 7]
+    assert_same_batch(batch, load(*parts)[0])
 
 
 def test_parts_may_have_encodings_of_their_own() -> None:

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from verl_rollout_skip.errors import UnsupportedBatchError
+from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.codec.blobs import LARGE, BlobPool, blob_view
 from verl_rollout_skip.store.codec.columns import choose_encodings
 from verl_rollout_skip.store.codec.encodings import Same, Stored, list_type
@@ -88,21 +89,20 @@ class Plan:
         self._fields += [column for column, _ in self._extras]
         self._blob_rows = self._rows_of_blobs()
         self._costs = np.sum([_row_costs(batch) for batch in prepared.batches], axis=0)
-        for number, (first, _) in self._blob_rows.items():
-            self._costs[first] += self._pool.sizes[number]
         # Parts are named after their content. This makes each the part of one commit only (see commit.py).
         self._token = secrets.token_hex(8)
 
     def split(self, max_bytes: int) -> list[slice]:
         """The rows of each part, up to ``max_bytes`` in memory; no large blob is on both sides of a cut if possible."""
         rows = self._output.batch.rows
-        shared = np.zeros(rows + 1, np.int64)
+        shared, costs = np.zeros(rows + 1, np.int64), self._costs.copy()
         for number, (first, last) in self._blob_rows.items():
+            costs[first] += self._pool.sizes[number]
             if self._pool.sizes[number] >= LARGE:
                 shared[first + 1] += 1
                 shared[last + 1] -= 1
         clean = np.flatnonzero(np.cumsum(shared) == 0)
-        ends = np.concatenate([[0], np.cumsum(self._costs)])
+        ends = np.concatenate([[0], np.cumsum(costs)])
         cuts = [0]
         while True:
             start = cuts[-1]
@@ -122,7 +122,7 @@ class Plan:
             writer.add_key_value_metadata({METADATA_KEY: json.dumps(description).encode()})
             # While one row group is compressed the next one is gathered.
             table: pa.Table | None = None
-            for group in [*self._row_groups(rows), None]:
+            for group in [*self._row_groups(rows, new_blobs), None]:
                 jobs: list[Callable[[], Any]] = []
                 if group is not None:
                     new = new_blobs[group.start - rows.start : group.stop - rows.start]
@@ -187,9 +187,10 @@ class Plan:
             new_blobs.append(new)
         return numbers, new_blobs
 
-    def _row_groups(self, rows: slice) -> list[slice]:
+    def _row_groups(self, rows: slice, new_blobs: list[list[int]]) -> list[slice]:
         """Slices of rows of some tens of megabytes: what is encoded at once, and so the extra memory of a dump."""
-        ends = np.flatnonzero(np.diff(np.cumsum(self._costs[rows]) // _GROUP_BYTES)) + 1 + rows.start
+        costs = self._costs[rows] + [sum(self._pool.sizes[number] for number in row) for row in new_blobs]
+        ends = np.flatnonzero(np.diff(np.cumsum(costs) // _GROUP_BYTES)) + 1 + rows.start
         return [slice(first, last) for first, last in pairwise([rows.start, *ends.tolist(), rows.stop])]
 
     def _table(self, schema: pa.Schema, rows: slice, numbers: list[int], new_blobs: list[list[int]]) -> pa.Table:
@@ -207,8 +208,9 @@ class Plan:
         sizes = [[self._pool.sizes[number] for number in row] for row in new_blobs]
         offsets = np.cumsum([0, *map(sum, sizes)])
         if offsets[-1] >= 2**31:
+            largest = format_size(max(map(sum, sizes)))
             raise UnsupportedBatchError(
-                "Cannot store the cells: those of a single row have more than 2 GiB of bulk data."
+                f"Cannot store the cells: those of one row have {largest} of bulk data, over 2 GiB."
             )
         data = pa.py_buffer(b"".join(blob_view(self._pool.blobs[number]) for row in new_blobs for number in row))
         buffers = [None, pa.py_buffer(offsets.astype(np.int32)), data]
