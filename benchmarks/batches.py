@@ -22,22 +22,27 @@ if TYPE_CHECKING:
 VOCABULARY = 151_936
 PAD_TOKEN = 151_643
 SAMPLES_PER_PROMPT = 8
+PATCH = 1176
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """A named batch: how many trajectories, and how wide verl pads prompts and responses."""
+    """A named batch: how many trajectories, how wide verl pads prompts and responses, and how large the image of each
+    prompt is, of which every trajectory holds a copy of its own."""
 
     name: str
     rows: int
     prompt_width: int
     response_width: int
+    image_bytes: int = 0
 
 
+IMAGES = "images"
 SIZES = {
     "XS": BatchSize("XS", 64, 128, 512),
     "S": BatchSize("S", 512, 1024, 4096),
     "M": BatchSize("M", 2048, 1024, 8192),
+    IMAGES: BatchSize(IMAGES, 512, 1024, 1024, image_bytes=3 << 20),
 }
 
 
@@ -80,7 +85,7 @@ def make_batch(size: BatchSize, text: str = "zipf", seed: int = 0) -> tuple[Data
         batch=batch,
         non_tensor_batch={
             "__num_turns__": np.full(rows, 2, np.int32),
-            "multi_modal_inputs": _objects([{} for _ in range(rows)]),
+            "multi_modal_inputs": _objects(_images(rows, size.image_bytes, rng)),
             "acc": (scores.sum(-1) > 0).astype(np.float64),
         },
         meta_info={"timing": {"agent_loop/generate_sequences/mean": 41.5}, "reward_extra_keys": ["acc"]},
@@ -141,6 +146,20 @@ def _inputs(rows: int, rng: np.random.Generator) -> DataProto:
         non_tensor_batch={key: _objects(values) for key, values in cells.items()},
         meta_info={"global_steps": 1},
     )
+
+
+def _images(rows: int, image_bytes: int, rng: np.random.Generator) -> list[dict[str, torch.Tensor]]:
+    """What a processor makes of the picture of each prompt: normalized pixels in patches."""
+    if not image_bytes:
+        return [{} for _ in range(rows)]
+    patches = image_bytes // (4 * PATCH)
+    cells = []
+    for _ in range(rows // SAMPLES_PER_PROMPT):
+        pixels = rng.integers(0, 256, (patches, PATCH), np.uint8).astype(np.float32) / np.float32(127.5) - 1
+        grid = torch.tensor([[1, 1, patches]])
+        for _ in range(SAMPLES_PER_PROMPT):
+            cells.append({"pixel_values": torch.from_numpy(pixels.copy()), "image_grid_thw": grid.clone()})
+    return cells
 
 
 def _lengths(rng: np.random.Generator, count: int, median: float, sigma: float, width: int) -> np.ndarray:

@@ -1,10 +1,10 @@
 """The single measurements, each meant for a process of its own.
 
 ``python -m benchmarks.probes NAME '{"folder": …}'`` runs one and prints its result as JSON on the last line. "ours" is
-``RolloutStore``, "upstream" is ``DataProto.save_to_disk`` and ``load_from_disk``. Before a dump is timed, a tiny batch
-has been dumped: imports, thread pools and codecs are warm. A load is timed from its first call in the process, when
-only imports are done, and then repeatedly. Nothing touches memory beforehand: in a virtual machine that can be most of
-what a load costs.
+``RolloutStore`` and ``RolloutSkip``, "upstream" is ``DataProto.save_to_disk`` and ``load_from_disk``. Before a dump is
+timed, a tiny batch has been dumped: imports, thread pools and codecs are warm. A load is timed from its first call in
+the process, when only imports are done, and then repeatedly. Nothing touches memory beforehand: in a virtual machine
+that can be most of what a load costs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import statistics
 import sys
 import threading
@@ -21,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from verl import DataProto
 
 from benchmarks.batches import BatchSize, load_raw, make_batch
-from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip import RolloutKey, RolloutSkip, RolloutStore
 
 TINY = BatchSize("tiny", 8, 16, 32)
 KEY = RolloutKey(2)
+HITS = (RolloutKey(2), RolloutKey(3), RolloutKey(4))
 SAMPLES = 30
 LOADS = 9
 
@@ -85,23 +88,60 @@ def upstream_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
     return result
 
 
-def ours_blocked(folder: str, raw: str) -> dict[str, Any]:
-    """How long the training thread waits at a background dump, and at a hit that was prefetched."""
-    store = _warm_store(folder, background=True)
+def ours_miss(folder: str, raw: str) -> dict[str, Any]:
+    """How long a rollout step that is generated and dumped keeps the training thread, generating aside."""
+    shutil.rmtree(Path(folder) / "training", ignore_errors=True)
+    output, inputs = load_raw(Path(raw))
+    samples = []
+    with RolloutSkip.open(_training(folder, "record")) as skip:
+        for key in (RolloutKey(1), *HITS):
+            generated, given = (output, inputs) if key in HITS else make_batch(TINY)
+            gc.collect()
+            samples.append(_seconds(lambda key=key, given=given, out=generated: skip.step(key, given, lambda _: out)))
+            while key not in skip.written_keys():
+                time.sleep(0.01)
+    return {"seconds": min(samples[1:]), "first_seconds": samples[0], "samples": samples}
+
+
+def ours_hits(folder: str, raw: str) -> dict[str, Any]:
+    """How long loaded rollout steps keep the training thread, once they are loaded ahead: the first one of a training,
+    which is loaded while workers start, and the next one."""
+    inputs = load_raw(Path(raw))[1]
+    with RolloutSkip.open(_training(folder, "replay")) as skip:
+        skip.prefetch_first(HITS[0].step)
+        samples = []
+        for key in HITS:
+            _wait_for_prefetch()
+            gc.collect()
+            started = time.perf_counter()
+            rollout = skip.step(key, inputs, lambda _: None)
+            samples.append(time.perf_counter() - started)
+            assert rollout.hit
+            del rollout  # not before: freeing it takes longer than getting it
+    # After the last one there is nothing to load ahead.
+    return {"first_seconds": samples[0], "seconds": min(samples[1:-1]), "samples": samples}
+
+
+def ours_parts(folder: str, raw: str, parts: int) -> dict[str, Any]:
+    """A dump of so many parts, fsync included, and a load of it."""
+    raw_bytes = sum(file.stat().st_size for file in Path(raw).glob("*.npy"))
+    store = _warm_store(folder, background=False, part_bytes=raw_bytes // parts + (1 << 20))
     _free_key(store)
     output, inputs = load_raw(Path(raw))
-    started = time.perf_counter()
-    store.put(KEY, output, inputs=inputs)
-    dump = time.perf_counter() - started
-    store.flush()
+    with _Usage() as dump:
+        store.put(KEY, output, inputs=inputs)
+    files = len(list(_entry(folder).glob("*.parquet")))
     del output, inputs
-    gc.collect()
-    _prefetch(store)
-    started = time.perf_counter()
-    loaded = store.get(KEY)
-    hit = time.perf_counter() - started
-    del loaded  # not before: freeing it takes longer than getting it
-    return {"dump_seconds": dump, "hit_seconds": hit}
+    store.get(KEY)
+    with _Usage() as load:
+        store.get(KEY)
+    return {
+        "files": files,
+        "bytes": _folder_bytes(_entry(folder)),
+        "seconds": dump.seconds,
+        "extra_bytes": dump.extra_bytes,
+        "load_seconds": load.seconds,
+    }
 
 
 def interpreter_lock(folder: str, raw: str, busy: bool) -> dict[str, Any]:
@@ -247,8 +287,18 @@ def _median(call: Callable[[], Any]) -> float:
     return statistics.median(_seconds(call) for _ in range(SAMPLES))
 
 
-def _warm_store(folder: str, background: bool) -> RolloutStore:
-    store = RolloutStore(Path(folder) / "store", background=background)
+def _training(folder: str, mode: str) -> dict[str, Any]:
+    """The configuration of a training, as far as a loop of one's own needs it."""
+    return {
+        "trainer": {"experiment_name": "step", "project_name": "benchmarks"},
+        "data": {"train_batch_size": 1},
+        "actor_rollout_ref": {"rollout": {"n": 1}},
+        "rollout_skip": {"mode": mode, "dump_dir": str(Path(folder) / "training")},
+    }
+
+
+def _warm_store(folder: str, background: bool, **options: Any) -> RolloutStore:
+    store = RolloutStore(Path(folder) / "store", background=background, **options)
     output, inputs = make_batch(TINY)
     store.put(RolloutKey(1), output, inputs=inputs)
     store.flush()
@@ -278,11 +328,14 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _prefetch(store: RolloutStore) -> None:
-    """Prefetch and return when it is done: when the threads that it started have ended."""
-    before = set(threading.enumerate())
     store.prefetch(KEY)
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60.0)
+    _wait_for_prefetch()
+
+
+def _wait_for_prefetch() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "rollout-skip-prefetch":
+            thread.join(60.0)
 
 
 def _require_same(loaded: DataProto, expected: DataProto) -> None:
@@ -300,15 +353,28 @@ def _require_same(loaded: DataProto, expected: DataProto) -> None:
             raise AssertionError(f"tensor {key!r} was loaded with other values")
     for key, array in expected.non_tensor_batch.items():
         found = loaded.non_tensor_batch[key]
-        if found.dtype != array.dtype or found.shape != array.shape or found.tolist() != array.tolist():
+        cells = [_comparable(cells) for cells in (found.tolist(), array.tolist())]
+        if found.dtype != array.dtype or found.shape != array.shape or cells[0] != cells[1]:
             raise AssertionError(f"array {key!r} was loaded with other values")
     if loaded.meta_info != expected.meta_info:
         raise AssertionError(f"meta_info was loaded as {loaded.meta_info}")
 
 
+def _comparable(value: Any) -> Any:
+    """A cell with its tensors as bytes."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: _comparable(item) for key, item in value.items()}
+    return [_comparable(item) for item in value] if isinstance(value, list) else value
+
+
 PROBES = {
     probe.__name__: probe
-    for probe in (ours_dump, upstream_dump, ours_load, upstream_load, ours_blocked, interpreter_lock, growth)
+    for probe in (
+        *(ours_dump, upstream_dump, ours_load, upstream_load, ours_miss, ours_hits, ours_parts),
+        *(interpreter_lock, growth),
+    )
 }
 
 

@@ -43,7 +43,7 @@ class Measure:
         return f"{ratio:.1f}×" if self.times_better else f"{100 * ratio:.2f} %"
 
     def show_goal(self) -> str:
-        return f"≥ {self.goal:g}×" if self.times_better else f"≤ {100 * self.goal:.0f} %"
+        return f"≥ {self.goal:g}×" if self.times_better else f"≤ {100 * self.goal:g} %"
 
 
 MEASURES = (
@@ -54,8 +54,10 @@ MEASURES = (
     Measure("load_seconds", "load, repeated", "seconds", 2.5, sizes=("S", "M")),
     Measure("load_read_seconds", "… and every tensor read", "seconds", 2.5, sizes=("S", "M")),
     Measure("dump_extra_bytes", "extra memory at the dump", "bytes", 18),
-    Measure("dump_blocked_seconds", "training thread blocked: dump", "seconds", 0.02, times_better=False),
-    Measure("hit_blocked_seconds", "training thread blocked: hit", "seconds", 0.02, times_better=False),
+    Measure("load_peak_bytes", "extra memory at a load", "bytes", 0, sizes=()),
+    Measure("miss_seconds", "RolloutSkip.step: miss", "seconds", 0.01, times_better=False),
+    Measure("hit_seconds", "RolloutSkip.step: hit", "seconds", 0.005, times_better=False),
+    Measure("first_hit_seconds", "RolloutSkip.step: first hit", "seconds", 0.005, times_better=False),
 )
 
 
@@ -85,8 +87,9 @@ def summary(batch: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> 
         "bytes": best("ours_dump", "bytes"),
         "dump_seconds": best("ours_dump", "seconds"),
         "dump_extra_bytes": best("ours_dump", "extra_bytes"),
-        "dump_blocked_seconds": best("ours_blocked", "dump_seconds"),
-        "hit_blocked_seconds": best("ours_blocked", "hit_seconds"),
+        "miss_seconds": best("ours_miss", "seconds"),
+        "hit_seconds": best("ours_hits", "seconds"),
+        "first_hit_seconds": best("ours_hits", "first_seconds"),
         **loads("ours"),
     }
     upstream = {
@@ -94,8 +97,9 @@ def summary(batch: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> 
         "dump_seconds": best("upstream_dump", "seconds"),
         "dump_extra_bytes": best("upstream_dump", "extra_bytes"),
         # Upstream itself does not sync: the thread is blocked for the write alone.
-        "dump_blocked_seconds": best("upstream_dump", "unsynced_seconds"),
-        "hit_blocked_seconds": upstream_loads["load_seconds"],
+        "miss_seconds": best("upstream_dump", "unsynced_seconds"),
+        "hit_seconds": upstream_loads["load_seconds"],
+        "first_hit_seconds": upstream_loads["load_seconds"],
         **upstream_loads,
     }
     result = {**batch, "ours": ours, "upstream": upstream}
@@ -133,6 +137,7 @@ def text(result: dict[str, Any]) -> str:
     ]
     for batch in result["batches"]:
         lines += ["", *_batch_lines(batch)]
+    lines += ["", *_parts_lines(result["parts"])]
     lines += ["", *_lock_lines(result["interpreter_lock"]), "", *_growth_lines(result["growth"])]
     if result["goals"]:
         missed = [f"{goal['name']} ({goal['size']})" for goal in result["goals"] if not goal["met"]]
@@ -148,17 +153,37 @@ def _batch_lines(batch: dict[str, Any]) -> list[str]:
     lines = [
         f"{batch['size']}, {batch['text']} text: {batch['rows']} × ({batch['prompt_width']} + "
         f"{batch['response_width']}), {format_size(batch['raw_bytes'])} of tensors, "
-        f"{100 * batch['tokens'] / cells:.0f} % of the cells are tokens",
+        f"{100 * batch['tokens'] / cells:.0f} % of the cells are tokens"
+        + (f"; {format_size(batch['image_bytes'])} of images, each 8 times" if batch["image_bytes"] else ""),
         f"  {'':32}{'ours':>12}{'verl':>12}{'ratio':>12}" + (f"{'goal':>10}" if judged else ""),
     ]
     for measure in MEASURES:
         ratio = batch["ratios"][measure.name]
-        ours, upstream = (_show(batch[side][measure.name], measure.unit) for side in ("ours", "upstream"))
+        ours, upstream = (show(batch[side][measure.name], measure.unit) for side in ("ours", "upstream"))
         line = f"  {measure.title:32}{ours:>12}{upstream:>12}{measure.show(ratio):>12}"
         if measure.is_judged(batch):
             line += f"{measure.show_goal():>10}  {'ok' if measure.met(ratio) else 'missed'}"
         lines.append(line)
     return lines
+
+
+def _parts_lines(parts: dict[str, Any]) -> list[str]:
+    entries = parts["entries"]
+    rows = (
+        ("dump, fsync included", "seconds", "seconds"),
+        ("extra memory at the dump", "extra_bytes", "bytes"),
+        ("load, repeated", "load_seconds", "seconds"),
+        ("size on disk", "bytes", "bytes"),
+    )
+    files = [f"{entry['files']} {'part' if entry['files'] == 1 else 'parts'}" for entry in entries]
+    return [
+        f"an entry of several parts, size {parts['size']}, zipf text",
+        f"  {'':32}" + "".join(f"{name:>12}" for name in files),
+        *(
+            f"  {title:32}" + "".join(f"{show(entry[field], unit):>12}" for entry in entries)
+            for title, field, unit in rows
+        ),
+    ]
 
 
 def _lock_lines(lock: dict[str, Any]) -> list[str]:
@@ -169,8 +194,8 @@ def _lock_lines(lock: dict[str, Any]) -> list[str]:
     for part in ("dump", "load"):
         sleeping, busy = lock["sleeping"][part], lock["busy"][part]
         lines.append(
-            f"  {part:32}{_show(sleeping['seconds'], 'seconds'):>12}{_show(busy['seconds'], 'seconds'):>12}"
-            f"   at {100 * busy['pace']:.0f} % of its pace, longest stall {_show(busy['stall_seconds'], 'seconds')}"
+            f"  {part:32}{show(sleeping['seconds'], 'seconds'):>12}{show(busy['seconds'], 'seconds'):>12}"
+            f"   at {100 * busy['pace']:.0f} % of its pace, longest stall {show(busy['stall_seconds'], 'seconds')}"
         )
     return lines
 
@@ -184,11 +209,12 @@ def _growth_lines(growth: list[dict[str, Any]]) -> list[str]:
     }
     lines = [f"  {'entries in the folder':32}" + "".join(f"{row['entries']:>12,}" for row in growth)]
     for name, title in titles.items():
-        lines.append(f"  {title:32}" + "".join(f"{_show(row[name], 'seconds'):>12}" for row in growth))
+        lines.append(f"  {title:32}" + "".join(f"{show(row[name], 'seconds'):>12}" for row in growth))
     return ["how the cost grows (medians)", *lines]
 
 
-def _show(value: float, unit: str) -> str:
+def show(value: float, unit: str) -> str:
+    """A number for people."""
     if unit == "bytes":
         return format_size(value)
     if value >= 0.1:

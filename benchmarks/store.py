@@ -16,17 +16,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.batches import SIZES, BatchSize, make_batch, save_raw
+from benchmarks.batches import IMAGES, SIZES, BatchSize, make_batch, save_raw
+from benchmarks.page import write_page
 
 logger = logging.getLogger("benchmarks")
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "store.json"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 TEXTS = ("zipf", "uniform")
+PARTS = (1, 8)
 ENTRIES = (10, 1_000, 10_000)
 
 
@@ -38,11 +43,13 @@ def main() -> None:
         folder = Path(name)
         machine = report.machine(folder)
         batches = [
-            _compare(folder, SIZES[size], text, arguments.repeats if text == TEXTS[0] else 1)
+            _compare(folder, SIZES[size], text, arguments.repeats if text == TEXTS[0] and size != IMAGES else 1)
             for size in arguments.sizes
-            for text in arguments.texts
+            for text in (arguments.texts if size != IMAGES else TEXTS[:1])
         ]
-        lock = _interpreter_lock(folder, SIZES[arguments.sizes[-1]], arguments.repeats)
+        largest = SIZES[[size for size in arguments.sizes if size != IMAGES][-1]]
+        parts = [_parts(folder, largest, number) for number in PARTS]
+        lock = _interpreter_lock(folder, largest)
         growth = [_growth(folder, entries) for entries in ENTRIES]
     result = {
         "machine": machine,
@@ -50,6 +57,7 @@ def main() -> None:
         "seconds": round(time.perf_counter() - started, 1),
         "batches": batches,
         "goals": report.goals(batches),
+        "parts": {"size": largest.name, "entries": parts},
         "interpreter_lock": lock,
         "growth": growth,
     }
@@ -58,21 +66,27 @@ def main() -> None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")
         print(f"\nwritten to {arguments.output}")
+    if arguments.page:
+        write_page(PAGE, result)
+        print(f"and into {PAGE}")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="size S only, once; no file without --output")
-    parser.add_argument("--repeats", type=int, help="of each measurement; the best counts (3, uniform text once)")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="S M")
-    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS, help="zipf uniform")
+    parser.add_argument("--repeats", type=int, help="of each measurement (3; uniform text and images once)")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="S M images")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS[:1], help="zipf")
+    parser.add_argument("--page", action="store_true", help=f"put the tables into {PAGE.relative_to(HERE.parent)}")
     parser.add_argument("--folder", type=Path, help="where the dumps go meanwhile; the folder for temporary files")
     parser.add_argument("--output", type=Path, help=f"the JSON file ({RESULTS.relative_to(HERE.parent)})")
     arguments = parser.parse_args()
     if arguments.output is None and not arguments.quick:
         arguments.output = RESULTS
     arguments.repeats = arguments.repeats or (1 if arguments.quick else 3)
-    arguments.sizes = arguments.sizes or (["S"] if arguments.quick else ["S", "M"])
+    arguments.sizes = arguments.sizes or (["S"] if arguments.quick else ["S", "M", IMAGES])
+    if arguments.sizes == [IMAGES] or (arguments.page and not {"M", IMAGES} <= {*arguments.sizes}):
+        parser.error(f"--sizes needs a batch without images, and for --page M and {IMAGES}")
     return arguments
 
 
@@ -89,39 +103,53 @@ def _compare(folder: Path, size: BatchSize, text: str, repeats: int) -> dict[str
         "prompt_width": size.prompt_width,
         "response_width": size.response_width,
         "raw_bytes": sum(tensor.nbytes for tensor in output.batch.values()),
+        "image_bytes": size.rows * size.image_bytes,
         "tokens": int(output.batch["attention_mask"].sum()),
     }
     del output, inputs
     os.sync()  # or the measured dumps would wait for these files
     samples: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(repeats):
-        for probe in ("ours_dump", "upstream_dump", "ours_load", "upstream_load", "ours_blocked"):
+        for probe in ("ours_dump", "upstream_dump", "ours_load", "upstream_load", "ours_miss", "ours_hits"):
             arguments: dict[str, Any] = {"folder": str(folder), "raw": str(raw)}
             if probe.endswith("_load"):
                 arguments["compare"] = repeat == 0
             samples.setdefault(probe, []).append(_run(probe, arguments, f"{name}, {repeat + 1} of {repeats}"))
     (folder / "batch.pkl").unlink()
     shutil.rmtree(folder / "store")
+    shutil.rmtree(folder / "training")
     shutil.rmtree(raw)
     return report.summary(described, samples)
 
 
-def _interpreter_lock(folder: Path, size: BatchSize, repeats: int) -> dict[str, Any]:
+def _parts(folder: Path, size: BatchSize, parts: int) -> dict[str, Any]:
+    with _raw(folder, size) as raw:
+        arguments = {"folder": str(folder), "raw": str(raw), "parts": parts}
+        return {"parts": parts, **_run("ours_parts", arguments, f"{size.name} in {parts} parts")}
+
+
+def _interpreter_lock(folder: Path, size: BatchSize) -> dict[str, Any]:
+    with _raw(folder, size) as raw:
+        results = {
+            name: _run(
+                "interpreter_lock",
+                {"folder": str(folder), "raw": str(raw), "busy": name == "busy"},
+                f"main thread {name}",
+            )
+            for name in ("sleeping", "busy")
+        }
+    return {"size": size.name, **results}
+
+
+@contextmanager
+def _raw(folder: Path, size: BatchSize) -> Iterator[Path]:
+    """A batch for processes that dump it."""
     raw = folder / "raw"
     save_raw(raw, *make_batch(size))
     os.sync()
-    samples: dict[str, list[dict[str, Any]]] = {"sleeping": [], "busy": []}
-    for repeat in range(repeats):
-        for name, results in samples.items():
-            arguments = {"folder": str(folder), "raw": str(raw), "busy": name == "busy"}
-            results.append(_run("interpreter_lock", arguments, f"main thread {name}, {repeat + 1} of {repeats}"))
+    yield raw
     shutil.rmtree(folder / "store")
     shutil.rmtree(raw)
-    best = {
-        name: {part: min((sample[part] for sample in results), key=lambda part: part["seconds"]) for part in results[0]}
-        for name, results in samples.items()
-    }
-    return {"size": size.name, **best, "samples": samples}
 
 
 def _growth(folder: Path, entries: int) -> dict[str, Any]:
