@@ -8,6 +8,7 @@ that was not in the plan: a variant into which something was recorded meanwhile 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import time
@@ -171,19 +172,16 @@ def carry_out(plan: VariantPlan, done: Callable[[], None] = lambda: None) -> Sta
 def _held(entries: StoreReader) -> list[RecordedStep]:
     recorded: dict[int, float] = {}
     for found in entries.records():
-        step = found.key.step
-        moment = 0.0 if isinstance(found, Unreadable) else datetime.fromisoformat(found.created_at).timestamp()
-        recorded[step] = max(recorded.get(step, 0.0), moment)
+        if not isinstance(found, Unreadable):
+            moment = datetime.fromisoformat(found.created_at).timestamp()
+            recorded[found.key.step] = max(recorded.get(found.key.step, 0.0), moment)
     steps = []
-    for step, moment in sorted(recorded.items()):
-        files = {file.name: file for file in entries.storage.files(names.folder_name(RolloutKey(step)))}
-        numbers = sorted(number for number in map(names.parse_record, files) if number is not None)
-        keys = tuple(RolloutKey(step, number) for number in numbers)
-        own = [files[name] for name in files if {names.parse_record(name), names.parse_part(name)} & {*numbers}]
-        if keys:
-            # Without a record that can be read the file itself says when.
-            when = moment or max(file.changed for file in own)
-            steps.append(RecordedStep(step, keys, sum(file.size for file in own), when))
+    for step, stamped in itertools.groupby(entries.stamps().items(), key=lambda item: item[0].step):
+        keys, stamps = zip(*stamped, strict=True)
+        files = [file for stamp in stamps for file in stamp]
+        # Without a record that can be read, the files say when.
+        when = recorded.get(step) or max(changed for _, _, changed in files)
+        steps.append(RecordedStep(step, keys, sum(size for _, size, _ in files), when))
     return steps
 
 

@@ -17,7 +17,9 @@ from tests.batches import objects
 from tests.entry_files import part_files
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main
+from verl_rollout_skip.report.collect import OpenVariant
 from verl_rollout_skip.report.entry_view import EntryViews
+from verl_rollout_skip.report.follow import Follower
 from verl_rollout_skip.report.sampling import Sampling
 from verl_rollout_skip.report.tokens import TokenTexts
 from verl_rollout_skip.store.reader import SCORE, Side, StoreReader
@@ -156,6 +158,13 @@ def test_the_page_shows_the_same(folders: tuple[Path, Path]) -> None:
         statistics = {**view.json["statistics"], "bytes": None, "created_at": None}
         found.append([statistics, view.json["groups"], view.json["vocabulary"], views.whole_group(KEY, 5)])
     assert found[0] == found[1]
+
+
+def test_a_live_view_follows_it(folders: tuple[Path, Path]) -> None:
+    follower = Follower(OpenVariant.open(str(folders[1])), Sampling())
+    follower.look()
+    [entry] = json.loads(follower.news(0))["entries"]
+    assert (entry["broken"], entry["all_groups"], len(entry["groups"])) == (None, PROMPTS, PROMPTS)
 
 
 def test_report_reads_it(folders: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:

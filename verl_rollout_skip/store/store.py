@@ -166,7 +166,7 @@ class RolloutStore:
     def record(self, key: RolloutKey) -> EntryRecord:
         """What is known of an entry without opening it: rows, tokens, size, mean score, ``info`` …"""
         self._writer.wait(key)
-        return committed.read_record(self._storage, key)
+        return self._reader.record(key)
 
     def keys(self) -> list[RolloutKey]:
         """The committed keys in order."""
