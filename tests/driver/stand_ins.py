@@ -290,6 +290,7 @@ def _agent_loop_worker(echoes: bool) -> Any:
     kind = getattr(agent_loop, "AgentLoopWorkerBase", None) or agent_loop.AgentLoopWorker
     worker = object.__new__(kind)
     worker.reward_loop_worker_handles = None if echoes else []
+    worker.data_proto_cls = DataProto  # asked for in verl's branch neo
     return worker
 
 

@@ -147,6 +147,14 @@ def test_a_method_may_take_more_than_it_is_given(trainings: Trainings) -> None:
     assert trainings.run("cache", trainer=planned).generated == 0
 
 
+def test_batches_of_another_kind_are_refused_before_workers_start(trainings: Trainings) -> None:
+    class Indexed(VerlTrainer):  # type: ignore[misc, valid-type]
+        data_proto_cls = type("NeoProto", (), {})
+
+    with pytest.raises(UnsupportedTrainerError, match=r"its batches are NeoProto.*trainer\.data_plane=classic"):
+        trainings.make("record", trainer=type("SkipIndexed", (RolloutSkipMixin, Indexed), {}))
+
+
 def test_a_renamed_generating_call_is_an_error_that_names_it(trainings: Trainings) -> None:
     class Renamed(VerlTrainer):  # type: ignore[misc, valid-type]
         def init_workers(self) -> None:

@@ -97,6 +97,16 @@ def check_dynamic_sampling(trainer: type) -> None:
     compat.check_trainer(trainer, DYNAMIC_SAMPLING_NEEDS, supported, impossible="sample dynamically")
 
 
+def check_batches(trainer: Any) -> None:
+    """Raise if the batches of a trainer are not verl's ``DataProto``. Its branch neo has others."""
+    kind = getattr(trainer, "data_proto_cls", DataProto)
+    if not issubclass(kind, DataProto):
+        raise UnsupportedTrainerError(
+            f"{type(trainer).__name__} cannot be recorded or replayed: its batches are {kind.__name__}, and only "
+            "DataProto can be stored. Use trainer.data_plane=classic."
+        )
+
+
 def generator_name(trainer: Any) -> str:
     """The attribute of a trainer that generates. In verl 0.6.1 the workers may do it (``rollout.mode=sync``)."""
     return "async_rollout_manager" if getattr(trainer, "async_rollout_mode", True) else "actor_rollout_wg"

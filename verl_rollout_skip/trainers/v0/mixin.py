@@ -61,7 +61,9 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         else:
             args = (config, *args[1:])
         super().__init__(*args, **kwargs)
-        self._check_recorded_steps()
+        if self._is_on:
+            compat.check_batches(self)
+            self._check_recorded_steps()
 
     # The rollout step
 
@@ -149,8 +151,6 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
     def _check_recorded_steps(self) -> None:
         """A training that cannot come to its end is not begun."""
         mode = self.rollout_skip.settings.mode
-        if mode is Mode.OFF:
-            return
         trainer = self.config.trainer
         steps_in_data = len(self.train_dataloader) * trainer.total_epochs
         last = min(self.total_training_steps, steps_in_data)
