@@ -22,7 +22,7 @@ from verl_rollout_skip.errors import EntryNotFoundError, ManifestError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME as MANIFEST
 from verl_rollout_skip.manifest import TRAININGS, read_manifest
-from verl_rollout_skip.store import commit, names
+from verl_rollout_skip.store import commit, leftovers, names
 from verl_rollout_skip.store.reader import StoreReader, Unreadable
 from verl_rollout_skip.store.storage import HERE, FileInfo, Storage
 from verl_rollout_skip.store.storage.local import LocalStorage
@@ -131,7 +131,7 @@ def find_leftovers(storage: Storage, older_than_s: float) -> list[File]:
     return [
         File(folder, file.name, file.size)
         for folder in [HERE, *sorted(storage.folders())]
-        for file in commit.leftovers(storage, folder, older_than_s)
+        for file in leftovers.find_leftovers(storage, folder, older_than_s)
     ]
 
 
@@ -260,7 +260,7 @@ def _new_since(storage: Storage) -> list[str]:
     """Why a variant whose planned steps were removed must stay: pins, entries and writers that have come meanwhile."""
     reasons = [f"{pin} was pinned meanwhile" for pin in pins.read_pins(storage)]
     reasons += [f"{key} was recorded meanwhile" for key in StoreReader(storage)]
-    if any(commit.is_being_written(file) for _, file in _temporary(storage)):
+    if any(leftovers.is_being_written(file) for _, file in _temporary(storage)):
         reasons.append("something is being written into it")
     return reasons
 

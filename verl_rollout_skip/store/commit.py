@@ -1,21 +1,21 @@
-"""How an entry becomes visible, and how it is read: whole or not at all, whoever dies or writes meanwhile.
+"""How an entry is committed: it appears whole or not at all, whoever crashes or writes at the same time.
 
-An entry is a record and the parts that it lists. Parts are immutable, and no two commits write the same one: each
-holds a random token, and is named after its content. **The record is the commit.**
+An entry is a record and the parts it lists. Parts are immutable files named after their content, which includes a
+random token: no two commits write the same part. **The record is the commit.**
 
-1. Open a temporary file for the record. While it is there, the folder shows that a commit is under way.
-2. Write each part to a temporary file and rename that to the part's name.
+1. Open a temporary file for the record. While it exists, the folder shows that a commit is under way.
+2. Write each part to a temporary file and rename it to its name.
 3. Publish the record as ``gen_NNN.json``: exclusively, so that the first writer wins, or atomically replacing.
-4. Clean up: delete the parts of the key that no record lists. So do ``delete``, which removes the record first, and
-   ``prune``; ``set_aside`` renames record and parts instead. A crash leaves at most such parts and temporary files.
+4. Delete the parts of the key that no record lists. ``delete`` removes the record and then does the same, ``set_aside``
+   renames both. A crash leaves at most unlisted parts and temporary files, for the next commit of the key or ``prune``.
 
-A reader reads the record, then its parts, and checks them. If one is missing or damaged and the record is another one
-by then, the entry was replaced meanwhile, and the reader starts over.
+A reader (``committed.py``) reads the record, then its parts. If a part is missing or damaged and the record has changed
+by then, the entry was replaced and the reader starts over.
 
-Cleaning up takes no lock; its order makes it safe: (a) list the parts, (b) list the temporary files, (c) read the
-record; a part of (a) that (c) does not list goes unless (b) shows a writer. The one commit that wrote it before (a) is
-either still under way at (b), and shows; or it is over, and then (c) lists the part, or nothing ever will. A part of a
-record that was replaced or deleted goes in any case. Object stores show no writers: there other parts go after a day.
+Deleting unlisted parts needs no lock, because of its order: (a) list the parts, (b) list the temporary files, (c) read
+the record; delete a part of (a) that (c) does not list, unless (b) shows a writer. The commit that wrote the part is
+either under way at (b), and shows; or it is over, and then (c) lists the part or no record ever will. Parts of a record
+that was replaced or deleted go in any case. Object stores show no writers: other parts go there when a day old.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from verl_rollout_skip.errors import (
@@ -37,9 +38,9 @@ from verl_rollout_skip.errors import (
 )
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store import committed, names
+from verl_rollout_skip.store.leftovers import unlisted_parts
 from verl_rollout_skip.store.record import EntryRecord, RecordedPart, make_record, parse_record, record_bytes
-from verl_rollout_skip.store.storage import FileInfo, Storage
-from verl_rollout_skip.store.storage.local import is_own_leftover
+from verl_rollout_skip.store.storage import Storage
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 2 << 30
-DAY = 86400.0
 
 
 def commit(
@@ -73,7 +73,9 @@ def commit(
     with _Commit(storage, key, replace, limit, admit) as under_way:
         try:
             plan = codec.plan(prepared)
-            parts = [under_way.write(rows, plan.write) for rows in plan.split(part_bytes)]
+            parts = [
+                under_way.write(rows.stop - rows.start, partial(plan.write, rows)) for rows in plan.split(part_bytes)
+            ]
             summary = plan.summary()
         finally:
             prepared.raise_if_changed()  # also if it failed: a tensor that changes under the encoder may be the reason
@@ -86,14 +88,10 @@ def commit_copy(storage: Storage, key: RolloutKey, record_data: bytes, parts: It
     record = parse_record(record_data, key)
     with _Commit(storage, key, is_copy=True) as under_way:
         for expected, data in zip(record.parts, parts, strict=True):
-            arrived = under_way.write(slice(0, expected.rows), partial(_write_all, data))
+            arrived = under_way.write(expected.rows, methodcaller("write", data))
             if arrived != expected:
                 raise CorruptEntryError(f"The entry of {key} was not copied: {arrived} arrived instead of {expected}.")
         return under_way.publish(record, record_data)
-
-
-def _write_all(data: Any, rows: slice, stream: Any) -> None:
-    stream.write(data)
 
 
 class _Commit:
@@ -114,12 +112,12 @@ class _Commit:
         self._unneeded: set[str] = set()
         self._record = storage.stage(self._folder)
 
-    def write(self, rows: slice, write: Callable[[slice, Any], Any]) -> RecordedPart:
+    def write(self, rows: int, write: Callable[[Any], Any]) -> RecordedPart:
         """Write one part. If the key is taken it is only measured, because the entry that is there stays."""
         with self._storage.stage(self._folder) as staged:
-            write(rows, staged.stream)
+            write(staged.stream)
             size, digest = staged.measure()
-            part = RecordedPart(names.part_name(self._key, digest), rows.stop - rows.start, size, digest)
+            part = RecordedPart(names.part_name(self._key, digest), rows, size, digest)
             if not self._taken:
                 self._admit(size)
                 if not self._is_copy:  # another copy of the same entry may be under way
@@ -192,61 +190,22 @@ def set_aside(storage: Storage, key: RolloutKey, check: Callable[[], Any]) -> st
     with contextlib.suppress(UnreadableEntryError):
         check()
         raise StoreError(f"The entry of {key} was not set aside: it is whole and readable.")
-    try:
-        storage.rename(folder, name, name + ending)
-    except FileNotFoundError:
-        raise committed.not_found(storage, key) from None
-    found = committed.peek(storage, folder, name + ending)
-    if found is not None and found != seen:
-        with storage.stage(folder) as staged:
+    with storage.stage(folder) as staged:  # shows others that something is under way
+        try:
+            storage.rename(folder, name, name + ending)
+        except FileNotFoundError:
+            raise committed.not_found(storage, key) from None
+        found = committed.peek(storage, folder, name + ending)
+        if found is not None and found != seen:
             staged.write(found)
             storage.publish(staged, name)
-        storage.delete(folder, name + ending)
-        raise StoreError(f"The entry of {key} was not set aside: another process has recorded it again.")
-    for part in _unused(storage, folder, key.gen_batch, listed):
+            storage.delete(folder, name + ending)
+            raise StoreError(f"The entry of {key} was not set aside: another process has recorded it again.")
+    for part in unlisted_parts(storage, folder, key.gen_batch, listed):
         storage.rename(folder, part.name, part.name + ending)
     return storage.where(folder, name + ending)
 
 
-def leftovers(storage: Storage, folder: str, older_than_s: float = DAY) -> list[FileInfo]:
-    """What writers that died left in a folder: temporary files, and parts that no record lists."""
-    parts = [] if names.parse_folder(folder) is None else _unused(storage, folder, older_than_s=older_than_s)
-    temporary = [file for file in storage.files(folder) if file.name.startswith(names.TEMPORARY)]
-    return [*parts, *(file for file in temporary if not is_being_written(file, older_than_s))]
-
-
-def is_being_written(file: FileInfo, older_than_s: float = DAY) -> bool:
-    """Whether it is a temporary file whose writer may be alive."""
-    is_young = time.time() - file.changed <= older_than_s
-    return file.name.startswith(names.TEMPORARY) and is_young and is_own_leftover(file.name) is not True
-
-
 def _clean_up(storage: Storage, key: RolloutKey, unneeded: Collection[str]) -> None:
-    for part in _unused(storage, names.folder_name(key), key.gen_batch, unneeded):
+    for part in unlisted_parts(storage, names.folder_name(key), key.gen_batch, unneeded):
         storage.delete(names.folder_name(key), part.name)
-
-
-def _unused(
-    storage: Storage,
-    folder: str,
-    gen_batch: int | None = None,
-    unneeded: Collection[str] = (),
-    older_than_s: float = DAY,
-) -> list[FileInfo]:
-    """Parts of a generation batch, or of all, that no record lists and no commit under way can list.
-
-    Why that is so is in the module's docstring. ``unneeded`` are parts of commits that are over.
-    """
-    found = [(names.parse_part(file.name), file) for file in storage.files(folder)]
-    parts = [(number, file) for number, file in found if number is not None and gen_batch in (None, number)]
-    if not parts:
-        return []
-    quiet = storage.shows_writers and not any(is_being_written(file, older_than_s) for file in storage.files(folder))
-    step = names.parse_folder(folder) or 0
-    listed = {number: committed.listed_parts(storage, RolloutKey(step, number)) for number, _ in parts}
-    return [
-        file
-        for number, file in parts
-        if (known := listed[number]) is not None and file.name not in known
-        if file.name in unneeded or quiet or time.time() - file.changed > older_than_s
-    ]

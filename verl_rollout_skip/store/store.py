@@ -22,7 +22,7 @@ from verl_rollout_skip.errors import (
 )
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size, parse_size
-from verl_rollout_skip.store import codec, commit, committed, names
+from verl_rollout_skip.store import codec, commit, committed, leftovers, names
 from verl_rollout_skip.store.codec.batch import BatchKind
 from verl_rollout_skip.store.codec.snapshot import Copy
 from verl_rollout_skip.store.committed import Committed
@@ -213,7 +213,7 @@ class RolloutStore:
         removed = []
         for folder in self._storage.folders():
             if names.parse_folder(folder) is not None:
-                for file in commit.leftovers(self._storage, folder, older_than_s):
+                for file in leftovers.find_leftovers(self._storage, folder, older_than_s):
                     self._storage.delete(folder, file.name)
                     removed.append(self._storage.where(folder, file.name))
         return removed
