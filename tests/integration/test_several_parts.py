@@ -218,3 +218,15 @@ def test_an_entry_that_is_replaced_while_it_is_opened_is_read_again(tmp_path: Pa
     lengths = new.batch["response_mask"].sum(-1).tolist()
     assert responses is not None
     assert [len(row) for row in responses] == lengths
+
+
+@pytest.mark.parametrize("lost", [1, None])
+def test_verify_lists_an_entry_that_was_set_aside_once(tmp_path: Path, capsys: Any, lost: int | None) -> None:
+    """However many of its parts are left: the record is always renamed, and is where the entry was."""
+    output, inputs = rollout()
+    store = RolloutStore(tmp_path, background=False, part_bytes=PART_BYTES)
+    store.put(KEY, output, inputs=inputs)
+    for path in part_files(tmp_path)[:lost]:
+        path.unlink()
+    aside = store.set_aside(KEY)
+    assert run(capsys, "verify", tmp_path)["set_aside"] == [aside]

@@ -68,9 +68,9 @@ def render(console: Console, data: dict[str, Any]) -> None:
 
 
 def set_aside(variant: Variant) -> list[str]:
-    """The paths of entries that a training set aside because it could not read them."""
+    """The paths of entries that a training set aside because it could not read them: of each its record."""
     found = find_set_aside(variant.storage)
-    return sorted(variant.storage.where(file.folder, file.name) for file in found if ".parquet." in file.name)
+    return sorted(variant.storage.where(file.folder, file.name) for file in found if ".json." in file.name)
 
 
 def _without_manifest(variant: Variant, hashes: set[str | None]) -> str:
