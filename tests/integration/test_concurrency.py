@@ -20,7 +20,7 @@ from tests.disks import Disk
 from tests.entry_files import part_files
 from tests.integration.conftest import Forked, Report, leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
-from verl_rollout_skip.errors import EntryExistsError, EntryNotFoundError
+from verl_rollout_skip.errors import EntryExistsError, EntryNotFoundError, StoreError
 from verl_rollout_skip.store import codec, commit, committed
 from verl_rollout_skip.store.reader import StoreReader
 from verl_rollout_skip.store.storage.local import LocalStorage
@@ -410,6 +410,46 @@ def test_whatever_another_process_does_between_any_two_calls_the_entry_stays_who
         if calls < number:
             break
     assert number > 2
+
+
+@pytest.mark.parametrize("meanwhile", ["replace", "replace twice", "delete", "delete and put", "prune"])
+def test_setting_an_entry_aside_never_takes_one_that_was_recorded_again_meanwhile(
+    tmp_path: Path, meanwhile: str
+) -> None:
+    expected = {"replace": 4, "replace twice": 6, "delete and put": 7}.get(meanwhile)
+    outcomes = set()
+    for number in range(1, 50):
+        folder = tmp_path / str(number)
+        put_through(LocalStorage(folder), 0, replace=False)
+        (part,) = part_files(folder)
+        part.write_bytes(b"damaged")
+        calls = 0
+
+        def interfere(call: str, name: str, folder: Path = folder, number: int = number) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                MEANWHILE[meanwhile](LocalStorage(folder))
+
+        storage = MeanwhileStorage(folder, interfere)
+        try:
+            commit.set_aside(storage, K, check=lambda storage=storage: committed.load(storage, K, 1 << 40))
+            outcomes.add("set aside")
+        except EntryNotFoundError:
+            outcomes.add("gone")
+        except StoreError:
+            outcomes.add("left alone")
+        store = RolloutStore(folder, background=False)
+        if calls < number:
+            assert K not in store
+            break
+        assert (K in store) == (expected is not None)
+        if expected is not None:
+            assert store.record(K).info == {"seed": check(store.get(K))} == {"seed": expected}
+        store.prune(older_than_s=0)
+        assert leftovers(folder) == []
+    assert calls < number
+    assert outcomes == {"set aside", "left alone"} if expected else {"set aside"} <= outcomes
 
 
 def test_eight_threads_share_one_store(tmp_path: Path) -> None:

@@ -202,7 +202,8 @@ def set_aside(storage: Storage, key: RolloutKey, check: Callable[[], Any]) -> st
             storage.delete(folder, name + ending)
             raise StoreError(f"The entry of {key} was not set aside: another process has recorded it again.")
     for part in unlisted_parts(storage, folder, key.gen_batch, listed):
-        storage.rename(folder, part.name, part.name + ending)
+        with contextlib.suppress(FileNotFoundError):  # another process has cleaned up
+            storage.rename(folder, part.name, part.name + ending)
     return storage.where(folder, name + ending)
 
 
