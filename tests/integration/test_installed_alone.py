@@ -210,7 +210,7 @@ def test_token_ids_come_with_the_true_reason(laptop: Laptop, special: Path, tmp_
     for command, text in printed.items():
         assert f"The tokenizer in {special}/tokenizer cannot be used: " in text
         assert "it needs the package transformers, which is not installed (pip install transformers)." in text
-        assert "Give one with --tokenizer DIR." in text
+        assert "Choose one with --tokenizer DIR." in text
         assert ("Token ids instead of text: " in text) == (command != "export")
 
 
@@ -222,7 +222,7 @@ def test_an_installation_without_dependencies_says_what_is_missing(
     (site / "tokenizers").unlink()
     incomplete = Laptop(laptop.python, {**laptop.environment, "PYTHONPATH": str(site)})
     printed = incomplete.run("report", variant, "-o", tmp_path / "report.html")
-    assert f"The tokenizer in {variant}/tokenizer cannot be used: the package tokenizers" in printed
+    assert f"The tokenizer in {variant}/tokenizer cannot be used: it needs the package tokenizers, which" in printed
     assert "is not installed (pip install tokenizers)." in printed
 
 

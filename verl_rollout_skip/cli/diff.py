@@ -187,7 +187,7 @@ def _render_steps(console: Console, pair: dict[str, Any]) -> None:
     for step in differing[:_EXPLAINED]:
         _render_details(console, step)
     for why in _no_tokenizer(differing[:_EXPLAINED]):
-        line(console, f"Token ids instead of text: {why} Give one with --tokenizer DIR.")
+        line(console, f"Token ids instead of text: {why} Choose one with --tokenizer DIR.")
     if len(differing) > _EXPLAINED:
         line(console, f"{len(differing) - _EXPLAINED} more steps differ: --steps explains those that you name")
     console.print()

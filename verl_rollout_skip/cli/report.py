@@ -110,7 +110,7 @@ def render(console: Console, data: dict[str, Any]) -> None:
     said = f"{data['entries']:,} rollout steps, {data['shown_responses']:,} of {data['rows']:,} responses with text"
     line(console, f"{data['output']}: {said}, {format_size(data['bytes'])}")
     if data["no_tokenizer"]:
-        line(console, f"Token ids instead of text: {data['no_tokenizer']} Give one with --tokenizer DIR.")
+        line(console, f"Token ids instead of text: {data['no_tokenizer']} Choose one with --tokenizer DIR.")
     for text in data["left_out"]:
         line(console, text)
     for text in [*data["problems"], *(bad["error"] for bad in data["broken"])]:

@@ -72,7 +72,7 @@ def render(console: Console, data: dict[str, Any]) -> None:
             if sample[name] is not None:
                 line(console, f"{name}: {_readable(sample[name])}")
     if data["tokenizer"] is None and data["samples"]:
-        line(console, f"\nToken ids instead of text: {data['no_tokenizer']} Give one with --tokenizer DIR.")
+        line(console, f"\nToken ids instead of text: {data['no_tokenizer']} Choose one with --tokenizer DIR.")
 
 
 def _key(place: Place, variant: Variant, step: int | None, gen_batch: int | None) -> RolloutKey:
