@@ -581,3 +581,20 @@ def test_importing_the_package_loads_neither_torch_nor_verl() -> None:
     script = "import sys, verl_rollout_skip; print(sorted({'torch', 'verl', 'ray', 'pyarrow'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_the_first_load_of_a_process_imports_nothing(store: RolloutStore) -> None:
+    """pyarrow imports pandas for some conversions: a quarter of a second in the first load."""
+    store.put(K, rollout_output(4), inputs=rollout_input(4))
+    script = f"""
+import sys
+from verl import DataProto
+from verl_rollout_skip import RolloutKey, RolloutStore
+store = RolloutStore({store.path!r}, background=False)
+before = set(sys.modules)
+entry = store.load(RolloutKey(1))
+entry.batch(), entry.inputs()
+print(sorted(set(sys.modules) - before))
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"

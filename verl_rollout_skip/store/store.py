@@ -22,8 +22,10 @@ from verl_rollout_skip.errors import (
 )
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.sizes import format_size, parse_size
-from verl_rollout_skip.store import codec, commit, committed, leftovers, names
+from verl_rollout_skip.store import commit, committed, leftovers, names
 from verl_rollout_skip.store.codec.batch import BatchKind
+from verl_rollout_skip.store.codec.decoder import Reader
+from verl_rollout_skip.store.codec.prepared import Prepared, Proof, TakenBatch, prepare, take
 from verl_rollout_skip.store.codec.snapshot import Copy
 from verl_rollout_skip.store.committed import Committed
 from verl_rollout_skip.store.loaded import LoadedEntry
@@ -96,7 +98,7 @@ class RolloutStore:
         inputs: Any = None,
         info: dict[str, Any] | None = None,
         replace: bool = False,
-        proof: codec.Proof | None = None,
+        proof: Proof | None = None,
     ) -> None:
         """Record the output of a rollout step, and its input, under a key.
 
@@ -115,7 +117,7 @@ class RolloutStore:
         if not isinstance(key, RolloutKey):
             raise TypeError(f"The key of a rollout is a RolloutKey(step, gen_batch), not {key!r}")
         details = _json_copy(info or {})
-        prepared = codec.prepare(batch, inputs, self._copy_now, proof)
+        prepared = prepare(batch, inputs, self._copy_now, proof)
         self._prefetcher.drop(key)
         if self._background:
             size = sum(batch.held_bytes for batch in prepared.batches)
@@ -124,13 +126,13 @@ class RolloutStore:
             self._writer.raise_if_closed(key)
             self._write(key, prepared, details, replace)
 
-    def snapshot(self, inputs: Any) -> codec.TakenBatch:
+    def snapshot(self, inputs: Any) -> TakenBatch:
         """An input as it is now, to be put with its output: generating may change it meanwhile."""
-        return codec.take(inputs, self._copy, "the input's ")
+        return take(inputs, self._copy, "the input's ")
 
-    def snapshot_output(self, batch: Any) -> codec.TakenBatch:
+    def snapshot_output(self, batch: Any) -> TakenBatch:
         """The output of a rollout step as it is now, to be put as soon as what else belongs to it is known."""
-        return codec.take(batch, self._copy_now)
+        return take(batch, self._copy_now)
 
     @property
     def _copy_now(self) -> Copy:
@@ -250,7 +252,7 @@ class RolloutStore:
     def __repr__(self) -> str:
         return f"RolloutStore({self._storage.where()!r})"
 
-    def _write(self, key: RolloutKey, prepared: codec.Prepared, info: dict[str, Any], replace: bool) -> None:
+    def _write(self, key: RolloutKey, prepared: Prepared, info: dict[str, Any], replace: bool) -> None:
         try:
             record = commit.commit(
                 self._storage, key, prepared, info, replace, self._load_limit(), self._part_bytes, self._usage.admit
@@ -277,9 +279,9 @@ class RolloutStore:
         entry.prepare(inputs)
         return entry
 
-    def _open(self, key: RolloutKey, found: Committed) -> codec.Reader:
+    def _open(self, key: RolloutKey, found: Committed) -> Reader:
         try:
-            reader = codec.Reader(found.parts, self._load_limit())
+            reader = Reader(found.parts, self._load_limit())
             if reader.rows != found.record.rows:
                 raise CorruptEntryError(f"It holds {reader.rows} rows, its record says {found.record.rows}.")
         except StoreError as error:

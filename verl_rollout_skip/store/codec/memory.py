@@ -12,9 +12,12 @@ import contextlib
 import math
 import mmap
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 _LARGE = 4 << 20
 _STEP = 4 << 20
@@ -30,7 +33,7 @@ class ZeroedMemory:
     def __init__(self, huge_pages: bool = True) -> None:
         self._huge_pages = huge_pages
 
-    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         """As ``np.zeros``. Several threads may ask at once."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
