@@ -20,6 +20,9 @@ import xxhash
 _CODES = {"torch.int64": "q", "torch.int32": "i", "torch.float32": "f", "torch.float64": "d"}
 
 
+_INPUT_LENGTHS = ("input_length", "input_response_length")
+
+
 class DamagedError(Exception):
     """A file is not as it was written."""
 
@@ -123,6 +126,12 @@ class Rollout:
             for listed in ("order", "arrays", "numbers", "objects"):
                 described[listed] = sorted(json.dumps(item, sort_keys=True) for item in described[listed])
             digest.update(json.dumps(described, sort_keys=True).encode())
+            digest.update(f"{sum(part.table.num_rows for part in self.parts)} rows".encode())
+            if described["spans"] is not None:
+                names = ("prompt_length", "response_length") if batch == "output" else _INPUT_LENGTHS
+                for name in names:
+                    found = [part.table[f"skip__{name}"].to_pylist() for part in self.parts]
+                    digest.update(array("q", [length for lengths in found for length in lengths]).tobytes())
         for name in sorted(columns & set(self.parts[0].table.column_names)):
             values, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
             for part in self.parts:

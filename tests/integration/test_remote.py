@@ -6,9 +6,11 @@ import json
 import pickle
 import re
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from verl_rollout_skip.errors import (
     EntryTooLargeError,
 )
 from verl_rollout_skip.store import codec, commit, names
+from verl_rollout_skip.store.storage import remote
 
 K = RolloutKey(1)
 ONE_ENTRY = ["step_000001/gen_000.json", "step_000001/gen_000.parquet"]
@@ -97,6 +100,14 @@ def s3_place(options: dict[str, Any], name: str) -> Place:
 @pytest.fixture
 def s3(s3_options: dict[str, Any]) -> Place:
     return s3_place(s3_options, f"run-{uuid.uuid4().hex[:8]}")
+
+
+def test_files_of_unknown_age_are_not_taken_for_leftovers() -> None:
+    """Azure's file system has other names for the time of a change, and some have none."""
+    now = time.time()
+    assert remote._file_info({"name": "b/x", "size": 1}).changed >= now
+    changed = datetime.fromtimestamp(now - 60, timezone.utc)
+    assert remote._file_info({"name": "b/x", "size": 1, "last_modified": changed}).changed < now - 59
 
 
 def test_what_is_put_comes_back_with_its_input_and_its_record(place: Place) -> None:

@@ -350,6 +350,21 @@ def test_the_same_rollout_has_the_same_content_whatever_its_uid_and_timing() -> 
     assert summary_of(slower, again).content_digest != content
 
 
+def test_another_attention_mask_is_another_content_even_if_no_tensor_lost_its_padding() -> None:
+    """Tokens behind the end of a response are stored as they are, and then the mask alone says where it ends."""
+    contents = set()
+    for response_length in (3, 4):
+        mask = torch.ones(2, 10, dtype=torch.int64)
+        mask[:, 4 + response_length :] = 0
+        tensors = {
+            "prompts": torch.arange(1, 9).reshape(2, 4),
+            "responses": torch.arange(1, 13).reshape(2, 6),
+            "attention_mask": mask,
+        }
+        contents.add(summary_of(DataProto.from_dict(tensors=tensors)).content_digest)
+    assert len(contents) == 2
+
+
 @pytest.mark.parametrize("key", ["prompts", "responses", "response_mask", "position_ids", "rollout_log_probs"])
 def test_any_changed_value_changes_the_content(key: str) -> None:
     output, other = rollout_output(), rollout_output()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -561,6 +562,48 @@ def test_prune_keeps_what_may_still_be_needed_and_says_what_it_removed(store: Ro
         os.utime(path, (yesterday, yesterday))
     assert sorted(store.prune()) == sorted([str(part), str(elsewhere)])
     assert store.prune() == []
+    assert_same_batch(rollout_output(4), store.get(K))
+
+
+def test_prune_leaves_a_commit_alone_that_takes_longer_than_the_age_it_was_given(store: RolloutStore) -> None:
+    store.put(K, rollout_output(4))
+    folder = Path(store.path) / "step_000001"
+    part = folder / f"gen_000.{'0' * 32}.parquet"
+    with store._storage.stage("step_000001"):  # as a commit has it from its beginning to its end
+        part.write_bytes(b"{}")
+        for path in folder.iterdir():
+            os.utime(path, (time.time() - 300,) * 2)
+        assert store.prune(older_than_s=600) == []
+    assert store.prune(older_than_s=60) == [str(part)]
+
+
+def test_a_rollout_that_was_replaced_after_it_was_prefetched_is_loaded_again(store: RolloutStore) -> None:
+    store.put(K, rollout_output(4, seed=1))
+    store.prefetch(K)
+    wait_for_prefetch()
+    RolloutStore(store.path, background=False).put(K, rollout_output(4, seed=2), replace=True)
+    assert_same_batch(rollout_output(4, seed=2), store.get(K))
+    store.prefetch(K)
+    wait_for_prefetch()
+    RolloutStore(store.path).delete(K)
+    with pytest.raises(EntryNotFoundError):
+        store.get(K)
+
+
+def test_a_machine_without_memory_does_not_make_an_entry_corrupt(
+    store: RolloutStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(K, rollout_output(4))
+
+    def no_memory(*arguments: Any) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as short:
+        short.setattr("verl_rollout_skip.store.codec.part.read_columns", no_memory)
+        with pytest.raises(EntryTooLargeError, match=r"Cannot allocate memory.*not damaged"):
+            store.get(K)
+        with pytest.raises(EntryTooLargeError):
+            store.set_aside(K)
     assert_same_batch(rollout_output(4), store.get(K))
 
 

@@ -8,7 +8,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -343,17 +342,17 @@ def test_an_error_of_the_training_is_not_hidden_by_one_of_the_dumps(
 
 
 def test_work_in_threads_is_done_exactly_once_even_if_threads_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter shuts down between two submits: what was already submitted must not be done again."""
-    real = ThreadPoolExecutor.submit
-    submitted: list[int] = []
+    """A container limits threads, or the interpreter shuts down: the second thread cannot start."""
+    real = threading.Thread.start
+    started: list[threading.Thread] = []
 
-    def submit(self: ThreadPoolExecutor, *arguments: Any, **options: Any) -> Any:
-        if submitted:
-            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-        submitted.append(1)
-        return real(self, *arguments, **options)
+    def start(self: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        real(self)
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr("verl_rollout_skip.store.threads.worker_count", lambda: 4)
     done: list[int] = []
 

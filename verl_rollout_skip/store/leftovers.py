@@ -21,9 +21,14 @@ def find_leftovers(storage: Storage, folder: str, older_than_s: float = DAY) -> 
 
 
 def is_being_written(file: FileInfo, older_than_s: float = DAY) -> bool:
-    """Whether it is a temporary file whose writer may be alive."""
-    is_young = time.time() - file.changed <= older_than_s
-    return file.name.startswith(names.TEMPORARY) and is_young and is_own_leftover(file.name) is not True
+    """Whether it is a temporary file whose writer may be alive.
+
+    Of a process elsewhere only the age tells. A living one here keeps its files for a day; after that, another process
+    may have its number.
+    """
+    is_dead = is_own_leftover(file.name) if file.name.startswith(names.TEMPORARY) else True
+    allowed = older_than_s if is_dead is None else max(older_than_s, DAY)
+    return not is_dead and time.time() - file.changed <= allowed
 
 
 def unlisted_parts(
@@ -35,7 +40,8 @@ def unlisted_parts(
 ) -> list[FileInfo]:
     """Parts of a generation batch, or of all, that no record lists and no commit under way can list.
 
-    The order of the calls matters. ``unneeded`` are parts of commits that are over.
+    The order of the calls matters. ``unneeded`` are parts of commits that are over. Where writers show, they stay while
+    one does: it may be copying the same entry, and copies have the names of the original.
     """
     found = [(names.parse_part(file.name), file) for file in storage.files(folder)]
     parts = [(number, file) for number, file in found if number is not None and gen_batch in (None, number)]
@@ -48,5 +54,5 @@ def unlisted_parts(
         file
         for number, file in parts
         if (known := listed[number]) is not None and file.name not in known
-        if file.name in unneeded or quiet or time.time() - file.changed > older_than_s
+        if quiet or (file.name in unneeded and not storage.shows_writers) or time.time() - file.changed > older_than_s
     ]

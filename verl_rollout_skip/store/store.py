@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -152,7 +153,8 @@ class RolloutStore:
 
     def load(self, key: RolloutKey) -> LoadedEntry:
         """An entry whose bytes are in memory and checked: batch, input and record from one read."""
-        return self._prefetcher.take(key) or self._load(key)
+        ahead = self._prefetcher.take(key)
+        return ahead if ahead is not None and self._is_current(ahead) else self._load(key)
 
     def prefetch(self, key: RolloutKey, *, inputs: bool = False) -> None:
         """Start to load an entry in the background; the next ``get`` or ``load`` of this key then takes no time.
@@ -273,6 +275,12 @@ class RolloutStore:
         self._writer.wait(key)
         found = committed.load(self._storage, key, self._load_limit())
         return LoadedEntry(found.record, self._open(key, found))
+
+    def _is_current(self, entry: LoadedEntry) -> bool:
+        """Whether an entry is still the one under its key: another process may have replaced or deleted it."""
+        with contextlib.suppress(StoreError, OSError):
+            return committed.read_record(self._storage, entry.record.key) == entry.record
+        return False
 
     def _load_ahead(self, key: RolloutKey, inputs: bool) -> LoadedEntry:
         entry = self._load(key)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -37,17 +37,32 @@ def in_thread(function: Callable[[], Result]) -> Future[Result]:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """``[function(item) for item in items]``, several at a time; the first exception is raised."""
-    workers = min(worker_count(), len(items))
-    if workers < 2:
-        return [function(item) for item in items]
-    futures: list[Future[Result]] = []
-    with ThreadPoolExecutor(workers, "rollout-skip-codec") as pool:
+    """``[function(item) for item in items]``, several at a time and begun in order; the first exception is raised."""
+    results: list[Any] = [None] * len(items)
+    errors: dict[int, BaseException] = {}
+    waiting = iter(range(len(items)))  # each thread takes the next one, so every item is done exactly once
+
+    def work() -> None:
+        for index in waiting:
+            try:
+                results[index] = function(items[index])
+            except BaseException as error:
+                errors[index] = error
+
+    helpers = [
+        threading.Thread(target=work, name="rollout-skip-codec", daemon=True)
+        for _ in range(min(worker_count(), len(items)) - 1)
+    ]
+    started = []
+    for helper in helpers:
         try:
-            for item in items:
-                futures.append(pool.submit(function, item))
+            helper.start()
         except RuntimeError:
-            # The interpreter is shutting down and starts no more threads; what is left is done right here.
-            pass
-        rest = [function(item) for item in items[len(futures) :]]
-    return [*(future.result() for future in futures), *rest]
+            break  # the system, or an interpreter that shuts down, starts no more threads: this one does the work
+        started.append(helper)
+    work()
+    for helper in started:
+        helper.join()
+    if errors:
+        raise errors[min(errors)]
+    return results

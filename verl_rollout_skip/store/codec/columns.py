@@ -167,7 +167,7 @@ def _is_concat(column: Numbers, tensors: dict[str, Numbers]) -> bool:
         return False
     whole, prompts, responses = column.bits, pieces[0].bits, pieces[1].bits
     width = prompts.shape[1]
-    if whole.ndim != 2 or whole.shape[1] != width + responses.shape[1]:
+    if whole.ndim != 2 or whole.shape[1] != width + responses.shape[1] or whole.dtype.kind not in "biu":
         return False
     if any(piece.encoding.element.name != column.encoding.element.name for piece in pieces):
         return False

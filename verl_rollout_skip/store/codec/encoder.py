@@ -229,6 +229,10 @@ class Plan:
                 for listed in ("order", "arrays", "numbers", "objects"):
                     described[listed] = sorted(json.dumps(item, sort_keys=True) for item in described[listed])
                 digest.update(json.dumps(described, sort_keys=True).encode())
+                digest.update(f"{batch.batch.rows} rows".encode())
+                if batch.spans is not None:  # masks and position ids are made of nothing else
+                    for lengths in (batch.spans.prompt_lengths, batch.spans.response_lengths):
+                        digest.update(lengths.astype(np.int64).tobytes())
         columns = {
             column.name: digested
             for key in self._all_keys

@@ -6,6 +6,7 @@ allocated for it. Whatever cannot be read is a ``CorruptEntryError``.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from verl_rollout_skip.sizes import format_size
 from verl_rollout_skip.store.codec.pages import read_columns
 from verl_rollout_skip.store.format import METADATA_KEY, check_version
 
+_SHORTAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
 
 
@@ -28,8 +30,18 @@ class damage_is_corruption:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        raise_shortage(error)
         if isinstance(error, Exception) and not isinstance(error, RolloutSkipError | ImportError):
             raise CorruptEntryError(f"It cannot be decoded ({type(error).__name__}: {error}).") from error
+
+
+def raise_shortage(error: BaseException | None) -> None:
+    """Raise for a machine that has run out of memory or of open files, which says nothing about the bytes."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORTAGE):
+        raise EntryTooLargeError(
+            f"This process cannot get the memory or the open files to decode it ({type(error).__name__}: {error}). The "
+            "file is not damaged. Load it on a larger machine, or raise the limits of the process."
+        ) from error
 
 
 class PartFile:

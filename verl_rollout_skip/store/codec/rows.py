@@ -68,6 +68,7 @@ def _distinct_rows(batch: Batch) -> tuple[Batch, list[int] | None]:
 
 def row_digests(batch: TakenBatch, pool: BlobPool, numbers: list[Numbers], objects: list[Objects]) -> list[str] | None:
     """One digest for each row over these columns, uid aside; None if there are none."""
+    numbers = [column for column in numbers if column.path[-1] != "uid"]
     objects = [column for column in objects if column.path[-1] != "uid"]
     if not numbers and not objects:
         return None

@@ -22,7 +22,7 @@ from verl_rollout_skip.store.codec.blobs import part_blobs, row_blobs
 from verl_rollout_skip.store.codec.encodings import DenseEncoding, Reading, natural
 from verl_rollout_skip.store.codec.jagged import encoding_from_json
 from verl_rollout_skip.store.codec.padding import Spans
-from verl_rollout_skip.store.codec.part import PartFile, as_numpy
+from verl_rollout_skip.store.codec.part import PartFile, as_numpy, raise_shortage
 from verl_rollout_skip.store.format import BLOBS_OF, INPUT_LENGTH, INPUT_RESPONSE_LENGTH, PROMPT_LENGTH, RESPONSE_LENGTH
 
 _LIMIT = 4 << 30
@@ -234,6 +234,7 @@ def damaged(key: RolloutKey, where: str) -> Iterator[None]:
     except (RolloutSkipError, FileNotFoundError, PermissionError):
         raise
     except Exception as error:
+        raise_shortage(error)
         raise CorruptEntryError(f"{said} It cannot be decoded ({type(error).__name__}: {error}).") from error
 
 

@@ -8,6 +8,7 @@ Whatever the library behind a URL raises is an ``OSError`` here: callers need no
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -41,6 +42,10 @@ class RemoteStaged(Staged):
 
     def discard(self) -> None:
         self.stream.close()
+
+
+# What S3, local and SFTP, Google Cloud Storage, memory, and Azure call the time of the last change.
+_TIMES = ("LastModified", "mtime", "updated", "created", "last_modified", "creation_time")
 
 
 class RemoteStorage:
@@ -171,6 +176,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _file_info(found: dict[str, Any]) -> FileInfo:
-    changed = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
-    seconds = changed.timestamp() if isinstance(changed, datetime) else float(changed or 0)
+    changed = next((found[name] for name in _TIMES if found.get(name)), None)
+    if changed is None:
+        changed = time.time()  # unknown: what may be young is not taken for a leftover
+    seconds = changed.timestamp() if isinstance(changed, datetime) else float(changed)
     return FileInfo(found["name"].rsplit("/", 1)[-1], int(found["size"]), seconds)
