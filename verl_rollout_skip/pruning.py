@@ -22,7 +22,7 @@ from verl_rollout_skip.errors import EntryNotFoundError, ManifestError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.manifest import NAME as MANIFEST
 from verl_rollout_skip.manifest import TRAININGS, read_manifest
-from verl_rollout_skip.store import commit, leftovers, names
+from verl_rollout_skip.store import commit, committed, leftovers, names
 from verl_rollout_skip.store.reader import StoreReader, Unreadable
 from verl_rollout_skip.store.storage import HERE, FileInfo, Storage
 from verl_rollout_skip.store.storage.local import LocalStorage
@@ -135,6 +135,14 @@ def find_leftovers(storage: Storage, older_than_s: float) -> list[File]:
     ]
 
 
+def _is_listed(storage: Storage, file: File) -> bool:
+    """Whether it is a part that a record lists."""
+    step, gen_batch = names.parse_folder(file.folder), names.parse_part(file.name)
+    if step is None or gen_batch is None:
+        return False
+    return file.name in (committed.listed_parts(storage, RolloutKey(step, gen_batch)) or ())
+
+
 def find_set_aside(storage: Storage) -> list[File]:
     """Entries that were set aside because they could not be read."""
     return [
@@ -159,6 +167,8 @@ def carry_out(plan: VariantPlan, done: Callable[[], None] = lambda: None) -> Sta
             _remove_empty(plan.storage, names.folder_name(step.keys[0]))
         done()
     for file in plan.files:
+        if _is_listed(plan.storage, file):
+            continue  # an interrupted copy of the same entry has been completed since
         plan.storage.delete(file.folder, file.name)
         if file.folder != HERE:
             _remove_empty(plan.storage, file.folder)

@@ -127,7 +127,15 @@ def own_source(folder: str, fingerprint: Fingerprint) -> Source | None:
 def _restored_source(folder: str, today: Manifest, settings: SkipConfig) -> Source | None:
     """Today's own variant without its manifest: usable only if every record proves that it has today's settings."""
     storage = open_storage(folder)
-    records = [found for found in StoreReader(storage).records() if not isinstance(found, Unreadable)]
+    found = list(StoreReader(storage).records())
+    records = [record for record in found if not isinstance(record, Unreadable)]
+    if not records and found:
+        unreadable = next(record for record in found if isinstance(record, Unreadable))
+        raise ManifestError(
+            f"{storage.where(HERE, NAME)} is missing, and no record beside it can be read, so nothing is recorded among "
+            f"them. The first of {len(found)}: {unreadable.error} Move the folder away to record again: "
+            f"{shlex.join(['mv', folder, f'{folder}.without-manifest'])}"
+        )
     if not records:
         return None
     restored = restore_manifest(storage, today, records)

@@ -24,7 +24,7 @@ from verl_rollout_skip import RolloutKey, RolloutStore, manifest
 from verl_rollout_skip.cli import main
 from verl_rollout_skip.config import Steps
 from verl_rollout_skip.pins import add_pin, is_pinned, read_pins
-from verl_rollout_skip.pruning import Conditions, VariantPlan, carry_out, choose_steps, look_at
+from verl_rollout_skip.pruning import Conditions, File, VariantPlan, carry_out, choose_steps, look_at
 from verl_rollout_skip.store.record import record_bytes
 from verl_rollout_skip.store.storage.locations import open_storage
 
@@ -395,6 +395,18 @@ def test_leftovers_of_crashed_writers_go_and_those_of_living_ones_stay(tmp_path:
         prune(capsys, tmp_path, "--leftovers", "--yes")
         assert len(list(tmp_path.rglob(".tmp-*"))) == 1
     assert steps_in(tmp_path) == [1]
+
+
+def test_a_part_that_a_record_lists_by_now_stays(tmp_path: Path) -> None:
+    """The plan is made while an interrupted copy has left a part, and carried out when the copy has been completed."""
+    with RolloutStore(tmp_path, background=False) as store:
+        store.put(RolloutKey(1), rollout_output(4))
+        plan = look_at(str(tmp_path), str(tmp_path), store._storage)
+        folder = tmp_path / "step_000001"
+        plan.files = [File(folder.name, path.name, 1) for path in folder.glob("*.parquet")]
+        assert plan.files
+        carry_out(plan)
+        store.verify(RolloutKey(1))
 
 
 def test_entries_that_were_set_aside_go_only_when_asked(tmp_path: Path, capsys: Any) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from tests.batches import (
 )
 from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError
 from verl_rollout_skip.store import codec
-from verl_rollout_skip.store.codec import encoder
+from verl_rollout_skip.store.codec import encoder, part
 from verl_rollout_skip.store.codec.batch import unflatten
 from verl_rollout_skip.store.format import METADATA_KEY
 
@@ -333,3 +334,14 @@ def test_text_in_an_encoding_that_can_expand_is_refused(encoding: str) -> None:
     pq.write_table(texts, sink, use_dictionary=False, column_encoding={"text": encoding})
     with pytest.raises(CorruptEntryError, match="encoding"):
         codec.Reader([sink.getvalue()], 1 << 30)
+
+
+def test_sizes_that_are_given_for_a_column_of_another_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow reads by position: under a false name the size of a column would not be compared with the limit."""
+    (data,), _ = dump_parts(rollout_output(4))
+    chunks = part.read_columns(memoryview(data))
+    codec.Reader([data], 1 << 30)
+    false = [replace(chunks[0], path=chunks[0].path + "x"), *chunks[1:]]
+    monkeypatch.setattr(part, "read_columns", lambda _: false)
+    with pytest.raises(CorruptEntryError, match="not those of its schema"):
+        codec.Reader([data], 1 << 30)

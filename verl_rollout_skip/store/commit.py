@@ -14,8 +14,9 @@ by then, the entry was replaced and the reader starts over.
 
 Deleting unlisted parts needs no lock, because of its order: (a) list the parts, (b) list the temporary files, (c) read
 the record; delete a part of (a) that (c) does not list, unless (b) shows a writer. The commit that wrote the part is
-either under way at (b), and shows; or it is over, and then (c) lists the part or no record ever will. Parts of a record
-that was replaced or deleted go in any case. Object stores show no writers: other parts go there when a day old.
+either under way at (b), and shows; or it is over, and then (c) lists the part or no record ever will. Object stores
+show no writers: there a part goes with the record that listed it, or when it is a day old. Only copies share parts with
+another commit, that of the original; a copy that loses one to a clean-up at that moment is found to be damaged.
 """
 
 from __future__ import annotations

@@ -58,10 +58,18 @@ class PartFile:
             self._chunks = read_columns(memoryview(self._data).cast("B"))
             self._metadata = pq.read_metadata(pa.BufferReader(self._data))
             self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
+            self._check_names()
             self.description = self._read_description()
             self.rows: int = self._metadata.num_rows
             if type(self.description["rows"]) is not int or self.description["rows"] != self.rows:
                 raise CorruptEntryError(f"It claims {self.description['rows']!r} rows and holds {self.rows}.")
+
+    def _check_names(self) -> None:
+        """Arrow reads columns by position, so the sizes that were checked must be in the order of the schema."""
+        schema = self._metadata.schema
+        leaves = [(schema.column(number).path, schema.column(number).physical_type) for number in range(len(schema))]
+        if [(chunk.path, chunk.physical) for chunk in self._chunks] != leaves * self._metadata.num_row_groups:
+            raise CorruptEntryError("Its columns are not those of its schema.")
 
     @property
     def names(self) -> list[str]:
