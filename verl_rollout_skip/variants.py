@@ -132,8 +132,8 @@ def _restored_source(folder: str, today: Manifest, settings: SkipConfig) -> Sour
     if not records and found:
         unreadable = next(record for record in found if isinstance(record, Unreadable))
         raise ManifestError(
-            f"{storage.where(HERE, NAME)} is missing, and no record beside it can be read, so nothing is recorded among "
-            f"them. The first of {len(found)}: {unreadable.error} Move the folder away to record again: "
+            f"{storage.where(HERE, NAME)} is missing, and no record beside it can be read, so nothing is recorded "
+            f"among them. The first of {len(found)}: {unreadable.error} Move the folder away to record again: "
             f"{shlex.join(['mv', folder, f'{folder}.without-manifest'])}"
         )
     if not records:
