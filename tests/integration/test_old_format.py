@@ -53,6 +53,14 @@ def test_a_training_says_so_before_it_starts_and_touches_nothing(training: Train
     assert contents(training.dumps) == before
 
 
+def test_a_folder_that_has_lost_its_manifest_is_not_taken_for_an_empty_one(training: Training) -> None:
+    (training.variants()[0] / "manifest.json").unlink()
+    before = contents(training.dumps)
+    with pytest.raises(ManifestError, match=r"format version 1.*Move the folder away"), training.open("cache") as skip:
+        skip.step(K, inputs_of(K), Engine())
+    assert contents(training.dumps) == before
+
+
 def test_the_store_says_so_and_does_not_overwrite_it(training: Training) -> None:
     store = RolloutStore(training.variants()[0], background=False)
     before = contents(training.dumps)
