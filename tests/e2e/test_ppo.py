@@ -132,7 +132,7 @@ def test_a_manifest_continues_from_a_checkpoint_and_refuses_another_model(
     moved = moved_inputs(trainings, tmp_path)
     plan = resume([manifest, *moved, "--dry-run"], tmp_path / "plan", trainings.assets)
     assert plan.exit_code == 0, plan.log
-    assert "steps 1-4 are recorded" in plan.log
+    assert "recorded steps 1-4" in plan.log
     assert "critic.model.path is now" in plan.log
 
     folder = tmp_path / "from-checkpoint"
