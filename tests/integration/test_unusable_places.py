@@ -72,14 +72,18 @@ def test_a_store_that_stops_answering_with_an_error_of_its_own_does_not_end_a_tr
     with training.open("cache", {"dump_dir": f"memory://{name}/dumps"}) as skip:
         assert not skip.step(K1, inputs_of(K1), Engine()).hit
         skip.step(K2, inputs_of(K2), Engine())
+        assert skip._recorder is not None
+        store = skip._recorder.store
+        store.flush()
         with monkeypatch.context() as patched:
             patched.setattr(MemoryFileSystem, "info", refuse)
             assert not skip.step(K3, inputs_of(K3), Engine()).hit
+            store._writer.wait(K3)
     assert "the token is out of date" in caplog.text
     assert skip.statistics.dump_failures == 1
-    store = fsspec.filesystem("memory").store
-    for path in [path for path in store if path.startswith(f"/{name}/")]:
-        del store[path]
+    files = fsspec.filesystem("memory").store
+    for path in [path for path in files if path.startswith(f"/{name}/")]:
+        del files[path]
 
 
 def test_a_local_path_may_contain_what_urls_begin_with(training: Training) -> None:
