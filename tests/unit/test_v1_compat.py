@@ -71,7 +71,7 @@ def test_a_version_that_nobody_has_tested_is_a_warning_that_names_the_tested_one
     monkeypatch.setattr(logging.getLogger("verl_rollout_skip"), "propagate", True)
     monkeypatch.setattr(verl, "__version__", "0.10.0")
     check_trainer(v1.SkipPPOTrainerSync)
-    (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("verl_rollout_skip")]
+    (message,) = {record.getMessage() for record in caplog.records if record.name.startswith("verl_rollout_skip")}
     assert "verl 0.10.0 has everything that the V1 trainers need" in message
     assert "(tested: 0.9.1, 0.9.0)" in message
 
