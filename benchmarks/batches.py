@@ -28,7 +28,7 @@ PATCH = 1176
 @dataclass(frozen=True)
 class BatchSize:
     """A named batch: how many trajectories, how wide verl pads prompts and responses, and how large the image of each
-    prompt is, of which every trajectory holds a copy of its own."""
+    prompt is, which every trajectory copies."""
 
     name: str
     rows: int
@@ -107,7 +107,7 @@ def save_raw(folder: Path, output: DataProto, inputs: DataProto) -> None:
 
 
 def load_raw(folder: Path) -> tuple[DataProto, DataProto]:
-    """What ``save_raw`` kept, in memory of its own."""
+    """Load what ``save_raw`` wrote."""
     from verl import DataProto
 
     rest = pickle.loads((folder / "rest.pickle").read_bytes())

@@ -14,7 +14,7 @@ def wait_for_prefetch() -> None:
 
 
 def damage(variant: Path, step: int, gen_batch: int = 0) -> None:
-    """Whoever reads the files of this rollout from now on notices."""
+    """Damage the files of a rollout, so that reading them again fails."""
     parts = list((variant / f"step_{step:06d}").glob(f"gen_{gen_batch:03d}*.parquet"))
     assert parts
     for part in parts:

@@ -1,4 +1,4 @@
-"""How an entry is committed: it appears whole or not at all, whoever crashes or writes at the same time.
+"""How an entry is committed: it appears whole or not at all, even if writers crash or race.
 
 An entry is a record and the parts it lists. Parts are immutable files named after their content, which includes a
 random token: no two commits write the same part. **The record is the commit.**

@@ -105,7 +105,7 @@ class RolloutStore:
 
         What is recorded is what the batch holds now, whatever is done to it once this returns. Containers, cells,
         rewards and small tensors are copied. Large tensors are shared, and compared before the commit: one that was
-        written into fails the dump with its name, and from then on everything is copied (see ``store.snapshot``).
+        written into fails the dump with its name, and from then on everything is copied (see ``store.codec.snapshot``).
 
         A key that is taken keeps its entry: the same rollout is no error, another one is ``EntryExistsError``;
         ``replace`` replaces it at once and atomically. ``info`` goes into the entry's record and must be JSON.
@@ -203,7 +203,7 @@ class RolloutStore:
     def set_aside(self, key: RolloutKey) -> str:
         """Rename an unreadable entry to ``*.corrupt``, so that the key is free again; returns the new path.
 
-        An entry that can be read is left alone with a ``StoreError``: another process may have recorded it anew.
+        An entry that can be read is left alone with a ``StoreError``: another process may have recorded it again.
         """
         self._prefetcher.drop(key)
         return commit.set_aside(self._storage, key, check=lambda: self.verify(key))

@@ -18,7 +18,7 @@ def worker_count() -> int:
 
 
 def in_thread(function: Callable[[], Result]) -> Future[Result]:
-    """Begin something that hardly needs the interpreter lock on a thread of its own; done at once on a single core."""
+    """Start work that rarely needs the interpreter lock on a new thread; a single core does it before this returns."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -1,27 +1,13 @@
-"""verl's V1 trainers with recorded rollouts. The code is in ``verl_rollout_skip.trainers.v1``."""
+"""verl's V1 trainers with recorded rollouts, at the path users import. See ``verl_rollout_skip.trainers.v1``."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from typing import TYPE_CHECKING, Any
-
-from verl_rollout_skip.trainers import v1
+from verl_rollout_skip.trainers.v1 import __all__, __dir__, __getattr__  # noqa: F401 - the names are imported lazily
 
 if TYPE_CHECKING:
-    from verl_rollout_skip.trainers.v1.mixin import RolloutSkipMixin
-    from verl_rollout_skip.trainers.v1.trainers import (
+    from verl_rollout_skip.trainers.v1 import (  # noqa: F401
+        RolloutSkipMixin,
         SkipPPOTrainerColocateAsync,
         SkipPPOTrainerSeparateAsync,
         SkipPPOTrainerSync,
     )
-
-__all__ = ["RolloutSkipMixin", "SkipPPOTrainerColocateAsync", "SkipPPOTrainerSeparateAsync", "SkipPPOTrainerSync"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(v1, name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

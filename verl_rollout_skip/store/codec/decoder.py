@@ -314,7 +314,7 @@ def _decode_numbers(layouts: list[_Layout], echoed: list[_Layout]) -> dict[_Plac
     # In order of their turns: a column waits only for columns that were begun before it.
     jobs = [(number, place) for number, layout in enumerate(layouts) for place in layout.numbers]
     for layout in layouts:
-        _ = layout.done  # made here: threads that made it at the same time would each get one of their own
+        _ = layout.done  # made before the threads start: two that made it at once would not see each other's results
     map_in_threads(decode, sorted(jobs, key=lambda job: layouts[job[0]].turn(job[1])))
     nested = layouts[0].numbers.keys() - arrays.keys()
     return arrays | {place: _join([layout.done[place].result() for layout in layouts]) for place in nested}

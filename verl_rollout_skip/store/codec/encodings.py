@@ -199,7 +199,7 @@ class Ragged(DenseEncoding):
     def _scatter(self, out: np.ndarray, values: np.ndarray, spans: Spans, rows: slice) -> None:
         cells, mask = self._aligned(out, spans, rows)
         if cells.dtype == out.dtype == np.int64:
-            cells[mask] = values  # widens on the way, without a copy of its own
+            cells[mask] = values  # widens while copying
         else:
             cells[mask] = from_stored(self.element, values).view(cells.dtype)
 

@@ -48,7 +48,7 @@ class JaggedBits:
 
 @dataclass(frozen=True)
 class NestedEncoding(Encoding):
-    """Base of the encodings of tensors whose rows have shapes of their own."""
+    """Base of the encodings of tensors whose rows differ in shape."""
 
     @property
     def row_bytes(self) -> int:
