@@ -1,8 +1,8 @@
-"""Rollout batches as verl's agent loop returns them, made up but realistic: what the benchmarks measure.
+"""Synthetic but realistic rollout batches, in the format of verl's agent loop, for the benchmarks.
 
-Lengths are log-normal and cut at the width, tokens are Zipf-like text (or uniform, the worst case for a
-compressor), log-probs have a full mantissa, and the reward stands on the last token of each response.
-``save_raw`` and ``load_raw`` carry a batch to another process without either of the stores that are compared.
+Lengths are log-normal and limited by the width, tokens are Zipf-like text (or uniform, the worst case for a
+compressor), log-probs have a full mantissa, and the reward is on the last token of each response.
+``save_raw`` and ``load_raw`` pass a batch to another process without using either of the compared stores.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PATCH = 1176
 
 @dataclass(frozen=True)
 class BatchSize:
-    """A named batch: how many trajectories, how wide verl pads prompts and responses, and how large the image of each
-    prompt is, which every trajectory copies."""
+    """A named batch size: trajectories, padded widths of prompts and responses, and bytes of the image of each prompt,
+    which every trajectory copies."""
 
     name: str
     rows: int
@@ -94,7 +94,7 @@ def make_batch(size: BatchSize, text: str = "zipf", seed: int = 0) -> tuple[Data
 
 
 def save_raw(folder: Path, output: DataProto, inputs: DataProto) -> None:
-    """Keep a batch as plain arrays, one file each; ``folder`` must be new."""
+    """Save a batch as one file per array; ``folder`` must not exist."""
     folder.mkdir(parents=True)
     for key, tensor in output.batch.items():
         np.save(folder / f"{key}.npy", tensor.numpy())
@@ -107,7 +107,7 @@ def save_raw(folder: Path, output: DataProto, inputs: DataProto) -> None:
 
 
 def load_raw(folder: Path) -> tuple[DataProto, DataProto]:
-    """Load what ``save_raw`` wrote."""
+    """Load a batch that ``save_raw`` saved."""
     from verl import DataProto
 
     rest = pickle.loads((folder / "rest.pickle").read_bytes())
@@ -149,7 +149,7 @@ def _inputs(rows: int, rng: np.random.Generator) -> DataProto:
 
 
 def _images(rows: int, image_bytes: int, rng: np.random.Generator) -> list[dict[str, torch.Tensor]]:
-    """What a processor makes of the picture of each prompt: normalized pixels in patches."""
+    """The output of a processor for the image of each prompt: normalized pixels in patches."""
     if not image_bytes:
         return [{} for _ in range(rows)]
     patches = image_bytes // (4 * PATCH)
@@ -169,9 +169,9 @@ def _lengths(rng: np.random.Generator, count: int, median: float, sigma: float, 
 def _tokens(rng: np.random.Generator, shape: tuple[int, int], text: str) -> np.ndarray:
     if text == "uniform":
         return rng.integers(0, PAD_TOKEN, shape)
-    # Zipf-Mandelbrot over the vocabulary: an entropy of 10.4 bits a token, near what the single tokens of byte-pair
-    # encoded English and code have. Frequent tokens have small ids, as merges are numbered in order of frequency.
-    # Each token is drawn on its own, so there are no phrases that repeat: real text compresses better than this.
+    # Zipf-Mandelbrot over the vocabulary: an entropy of 10.4 bits per token, close to single tokens of byte-pair
+    # encoded English and code. Frequent tokens have small ids, as merges are numbered by frequency. Tokens are
+    # independent, so no phrases repeat, and real text compresses better than this.
     weights = 1.0 / (np.arange(PAD_TOKEN) + 2.7) ** 1.15
     cumulative = np.cumsum(weights / weights.sum())
     return np.searchsorted(cumulative, rng.random(shape)).clip(max=PAD_TOKEN - 1)

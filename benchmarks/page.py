@@ -1,4 +1,4 @@
-"""The measurements of the store in docs/benchmarks.md: the part between two comments is written by ``--page``."""
+"""Writes the measurements of the store into docs/benchmarks.md, between two comments (``--page``)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import MEASURES, show
-from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store.sizes import format_size
 
 BEGIN, END = "<!-- begin: written by make bench-store -->\n", "<!-- end -->\n"
 
 
 def write_page(page: Path, result: dict[str, Any]) -> None:
-    """Replace what the page says of an earlier run."""
+    """Replace the results of an earlier run on the page."""
     text = page.read_text()
     before, found, rest = text.partition(BEGIN)
     _, closed, after = rest.partition(END)
@@ -22,7 +22,7 @@ def write_page(page: Path, result: dict[str, Any]) -> None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables of a run, and what to know about it."""
+    """The tables of a run, and the conditions of the measurement."""
     machine = result["machine"]
     where = (
         f"Measured on {machine['date']} with verl {machine['packages']['verl']} on {machine['cores']} cores of "
@@ -48,7 +48,7 @@ def _table(batch: dict[str, Any]) -> str:
 
 def _parts(parts: dict[str, Any]) -> str:
     lines = [
-        f"**An entry of one part and of several** (size {parts['size']})",
+        f"**Entries with one part and with several parts** (size {parts['size']})",
         "",
         "| parts | dump | extra memory | load | size |",
         "|---|---|---|---|---|",
@@ -67,9 +67,9 @@ def _rest(result: dict[str, Any]) -> str:
     few, many = growth[0], growth[-1]
     seconds = {name: [show(row[name], "seconds") for row in (few, many)] for name in few if name.endswith("_seconds")}
     return (
-        f"While the training thread is busy with Python itself, a dump in the background (size {lock['size']}) takes "
-        f"{show(busy['seconds'], 'seconds')} instead of {show(sleeping['seconds'], 'seconds')}; the training thread "
-        f"meanwhile runs at {100 * busy['pace']:.0f} % of its pace.\n\n"
+        f"While the training thread is busy running Python code, a background dump (size {lock['size']}) takes "
+        f"{show(busy['seconds'], 'seconds')} instead of {show(sleeping['seconds'], 'seconds')}, and the training "
+        f"thread runs at {100 * busy['pace']:.0f} % of its normal speed.\n\n"
         f"With {few['entries']:,} and with {many['entries']:,} entries in a folder, looking up a key takes "
         f"{' and '.join(seconds['contains_seconds'])}, a commit {' and '.join(seconds['commit_seconds'])}; listing all "
         f"keys takes {show(many['keys_seconds'] / many['entries'], 'seconds')} per entry."

@@ -1,6 +1,6 @@
-"""Draws the picture of the README from the last measurement: ``python -m benchmarks.picture``.
+"""Draws the chart in docs/benchmarks.md from the last measurement: ``python -m benchmarks.picture``.
 
-Where the time of a step, and of a whole training, goes with and without this package.
+It shows the time of a step and of a whole training, with and without this package.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def main() -> None:
 
 
 def seconds(run: dict[str, Any], steps: int) -> dict[str, float]:
-    """The parts of so many steps of a run."""
+    """The seconds of this many steps of a run, by part."""
     rollout = run["rollout_s"] * steps
     return {"rollout": rollout, "training": run["step_s"] * steps - rollout}
 
 
 def draw(result: dict[str, Any]) -> str:
-    """A step, and below it the whole training."""
+    """An SVG with one panel for a step and one for the whole training."""
     runs = {label: result["runs"][name] for name, label in RUNS.items()}
     step = {label: seconds(run, 1) for label, run in runs.items()}
     whole = {label: {"start": run["start_s"], **seconds(run, result["steps"])} for label, run in runs.items()}
@@ -43,9 +43,9 @@ def draw(result: dict[str, Any]) -> str:
     lower = _panel(f"Seconds of a training of {result['steps']} steps with its start", whole, PANEL, 0)
     height = 2 * PANEL + 30
     legend = []
-    for number, (part, colour) in enumerate(PARTS.items()):
+    for number, (part, color) in enumerate(PARTS.items()):
         x = LEFT + number * 130
-        legend.append(f'<rect x="{x}" y="{height - 24}" width="12" height="12" fill="{colour}"/>')
+        legend.append(f'<rect x="{x}" y="{height - 24}" width="12" height="12" fill="{color}"/>')
         legend.append(f'<text x="{x + 18}" y="{height - 13}" fill="#222222">{part}</text>')
     return "\n".join(
         [

@@ -1,10 +1,9 @@
-"""The single measurements, each meant for a process of its own.
+"""The individual measurements, each run in its own process.
 
 ``python -m benchmarks.probes NAME '{"folder": …}'`` runs one and prints its result as JSON on the last line. "ours" is
-``RolloutStore`` and ``RolloutSkip``, "upstream" is ``DataProto.save_to_disk`` and ``load_from_disk``. Before a dump is
-timed, a tiny batch has been dumped: imports, thread pools and codecs are warm. A load is timed from its first call in
-the process, when only imports are done, and then repeatedly. Nothing touches memory beforehand: in a virtual machine
-that can be most of what a load costs.
+``RolloutStore`` and ``RolloutSkip``, "upstream" is ``DataProto.save_to_disk`` and ``load_from_disk``. A dump is timed
+after a tiny one, so imports, thread pools and codecs are warm. Loads are timed from the first call in the process on.
+Memory is not touched beforehand, because in a virtual machine that can be most of the cost of a load.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LOADS = 9
 
 
 def ours_dump(folder: str, raw: str) -> dict[str, Any]:
-    """A dump that is durable when it returns, inputs included."""
+    """A dump, including inputs, that is durable when it returns."""
     store = _warm_store(folder, background=False)
     _free_key(store)
     output, inputs = load_raw(Path(raw))
@@ -46,7 +45,7 @@ def ours_dump(folder: str, raw: str) -> dict[str, Any]:
 
 
 def upstream_dump(folder: str, raw: str) -> dict[str, Any]:
-    """A dump, and then an fsync, which upstream leaves out; the inputs are not in it."""
+    """A dump without inputs, followed by an fsync, which upstream does not do."""
     _warm_upstream(folder)
     output, _ = load_raw(Path(raw))
     path = Path(folder) / "batch.pkl"
@@ -66,7 +65,7 @@ def upstream_dump(folder: str, raw: str) -> dict[str, Any]:
 
 
 def ours_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
-    """Loads with their digest check, from files that are in the page cache."""
+    """Loads with digest check, from files in the page cache."""
     store = RolloutStore(Path(folder) / "store", background=False)
     for file in _entry(folder).iterdir():
         _read_through(file)
@@ -79,7 +78,7 @@ def ours_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
 
 
 def upstream_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
-    """Loads from a file that is in the page cache."""
+    """Loads from a file in the page cache."""
     path = Path(folder) / "batch.pkl"
     _read_through(path)
     result = _time_loads(lambda: DataProto.load_from_disk(path))
@@ -89,7 +88,7 @@ def upstream_load(folder: str, raw: str, compare: bool) -> dict[str, Any]:
 
 
 def ours_miss(folder: str, raw: str) -> dict[str, Any]:
-    """How long a rollout step that is generated and dumped keeps the training thread, generating aside."""
+    """How long a generated and dumped rollout step blocks the training thread, without the generation itself."""
     shutil.rmtree(Path(folder) / "training", ignore_errors=True)
     output, inputs = load_raw(Path(raw))
     samples = []
@@ -104,8 +103,8 @@ def ours_miss(folder: str, raw: str) -> dict[str, Any]:
 
 
 def ours_hits(folder: str, raw: str) -> dict[str, Any]:
-    """How long loaded rollout steps keep the training thread, once they are loaded ahead: the first one of a training,
-    which is loaded while workers start, and the next one."""
+    """How long prefetched rollout steps block the training thread: the first one of a training, which is loaded while
+    workers start, and the next one."""
     inputs = load_raw(Path(raw))[1]
     with RolloutSkip.open(_training(folder, "replay")) as skip:
         skip.prefetch_first(HITS[0].step)
@@ -117,13 +116,13 @@ def ours_hits(folder: str, raw: str) -> dict[str, Any]:
             rollout = skip.step(key, inputs, lambda _: None)
             samples.append(time.perf_counter() - started)
             assert rollout.hit
-            del rollout  # not before: freeing it takes longer than getting it
-    # After the last one there is nothing to load ahead.
+            del rollout  # outside the measurement, because freeing takes longer than loading
+    # After the last one, there is nothing to prefetch.
     return {"first_seconds": samples[0], "seconds": min(samples[1:-1]), "samples": samples}
 
 
 def ours_parts(folder: str, raw: str, parts: int) -> dict[str, Any]:
-    """A dump of so many parts, fsync included, and a load of it."""
+    """A dump with this many parts, including fsync, and a load of it."""
     raw_bytes = sum(file.stat().st_size for file in Path(raw).glob("*.npy"))
     store = _warm_store(folder, background=False, part_bytes=raw_bytes // parts + (1 << 20))
     _free_key(store)
@@ -147,8 +146,8 @@ def ours_parts(folder: str, raw: str, parts: int) -> dict[str, Any]:
 def interpreter_lock(folder: str, raw: str, busy: bool) -> dict[str, Any]:
     """How long a dump and a prefetch take in the background while the main thread sleeps or runs Python.
 
-    ``pace`` is how fast the main thread's Python loop ran meanwhile, 1.0 when it is alone; ``stall_seconds`` the
-    longest that it stood still.
+    ``pace`` is the speed of the main thread's Python loop, relative to running alone. ``stall_seconds`` is its longest
+    stall.
     """
     store = _warm_store(folder, background=True)
     _free_key(store)
@@ -179,12 +178,12 @@ def interpreter_lock(folder: str, raw: str, busy: bool) -> dict[str, Any]:
 
 
 def growth(folder: str, entries: int) -> dict[str, Any]:
-    """What listing, asking and committing cost when so many entries are there: medians."""
+    """The median cost of listing, lookup and commit with this many entries."""
     store = _warm_store(folder, background=False)
     root = Path(store.path)
     files = list((root / "step_000001").iterdir())
-    # Links to one entry's files under other names. Their records hold the first one's key, so none of them could be
-    # loaded; listing, asking and committing do not open them and cost what they would with real entries.
+    # Hard links to the files of one entry. Their records have the key of the first, so they could not be loaded, but
+    # listing, lookup and commit do not open them and cost the same as with real entries.
     for step in range(2, entries + 1):
         copy = root / f"step_{step:06d}"
         copy.mkdir()
@@ -198,17 +197,17 @@ def growth(folder: str, entries: int) -> dict[str, Any]:
         "keys_seconds": _median(lambda: store.keys()),
         "contains_seconds": _median(lambda: RolloutKey(entries // 2 + 1) in store),
         "commit_seconds": _median(lambda: store.put(RolloutKey(next(steps)), batch)),
-        # With max_disk the first commit, and one a minute after that, counts the bytes of the whole folder.
+        # With max_disk, the first commit, and then one per minute, counts the bytes of the whole folder.
         "counting_commit_seconds": _seconds(lambda: limited.put(RolloutKey(next(steps)), batch)),
     }
 
 
 class _Usage:
-    """Wall time and peak memory of a block: how far the resident memory rose above where it was at the start."""
+    """Wall time of a block, and the increase of resident memory from its start to its peak."""
 
     def __enter__(self) -> _Usage:
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident memory
         self._resident = _status("VmRSS")
         self._started = time.perf_counter()
         return self
@@ -219,7 +218,7 @@ class _Usage:
 
 
 class _Loop:
-    """A main thread that never lets go of the interpreter lock by itself."""
+    """A Python loop that never releases the interpreter lock voluntarily."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -241,8 +240,10 @@ class _Loop:
 
 
 def _time_loads(load: Callable[[], DataProto]) -> dict[str, Any]:
-    """The first load of the process and the median of ``LOADS`` more, each alone and with every tensor read once: pages
-    of padding that were never written come into being when they are read."""
+    """The first load of the process and the median of ``LOADS`` more, each without and with reading every tensor.
+
+    Pages of padding that were never written are allocated only when they are read.
+    """
     with _Usage() as usage:
         batch = load()
     fresh = {"seconds": usage.seconds, "read_seconds": usage.seconds + _seconds(lambda: _read_tensors(batch))}
@@ -264,7 +265,7 @@ def _read_tensors(batch: DataProto) -> None:
 
 
 def _read_through(path: Path) -> None:
-    """Bring a file into the page cache with little memory of our own."""
+    """Read a file into the page cache without using much memory."""
     with open(path, "rb") as file:
         while file.read(1 << 20):
             pass
@@ -288,7 +289,7 @@ def _median(call: Callable[[], Any]) -> float:
 
 
 def _training(folder: str, mode: str) -> dict[str, Any]:
-    """The configuration of a training, as far as a loop of one's own needs it."""
+    """A minimal configuration for ``RolloutSkip`` without a trainer."""
     return {
         "trainer": {"experiment_name": "step", "project_name": "benchmarks"},
         "data": {"train_batch_size": 1},
@@ -339,23 +340,23 @@ def _wait_for_prefetch() -> None:
 
 
 def _require_same(loaded: DataProto, expected: DataProto) -> None:
-    """Every bit of every tensor, every cell, and the order of the keys."""
+    """Check every bit of every tensor, every cell, and the order of the keys."""
     for name, left, right in (
         ("tensors", loaded.batch, expected.batch),
         ("arrays", loaded.non_tensor_batch, expected.non_tensor_batch),
     ):
         if (left is None) != (right is None) or (left is not None and list(left.keys()) != list(right.keys())):
-            raise AssertionError(f"the {name} that were loaded have other keys")
+            raise AssertionError(f"the loaded {name} have different keys")
     for key, tensor in () if expected.batch is None else expected.batch.items():
         found = loaded.batch[key]
         same = found.dtype == tensor.dtype and found.shape == tensor.shape
         if not same or not np.array_equal(found.numpy().view(np.uint8), tensor.numpy().view(np.uint8)):
-            raise AssertionError(f"tensor {key!r} was loaded with other values")
+            raise AssertionError(f"tensor {key!r} was loaded with different values")
     for key, array in expected.non_tensor_batch.items():
         found = loaded.non_tensor_batch[key]
         cells = [_comparable(cells) for cells in (found.tolist(), array.tolist())]
         if found.dtype != array.dtype or found.shape != array.shape or cells[0] != cells[1]:
-            raise AssertionError(f"array {key!r} was loaded with other values")
+            raise AssertionError(f"array {key!r} was loaded with different values")
     if loaded.meta_info != expected.meta_info:
         raise AssertionError(f"meta_info was loaded as {loaded.meta_info}")
 

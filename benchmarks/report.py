@@ -1,4 +1,4 @@
-"""What the measurements amount to: the best of the samples, the ratios, the goals, and tables of them."""
+"""Summarizes the measurements: best samples, ratios, goals, and tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store.sizes import format_size
 
 PACKAGES = ("verl-rollout-skip", "verl", "torch", "tensordict", "pyarrow", "numpy")
 JUDGED_TEXT = "zipf"
@@ -19,7 +19,7 @@ JUDGED_TEXT = "zipf"
 
 @dataclass(frozen=True)
 class Measure:
-    """One row of the comparison. ``times_better`` if a goal is a factor, otherwise it is a share of upstream's."""
+    """One row of the comparison. The goal is a factor if ``times_better``, otherwise a fraction of upstream's value."""
 
     name: str
     title: str
@@ -29,7 +29,7 @@ class Measure:
     sizes: tuple[str, ...] = ("M",)
 
     def is_judged(self, batch: dict[str, Any]) -> bool:
-        """Whether the goal is set for this batch."""
+        """Whether the goal applies to this batch."""
         return batch["size"] in self.sizes and batch["text"] == JUDGED_TEXT
 
     def ratio(self, batch: dict[str, Any]) -> float:
@@ -53,8 +53,8 @@ MEASURES = (
     Measure("fresh_load_read_seconds", "… and every tensor read", "seconds", 1, sizes=("S", "M")),
     Measure("load_seconds", "load, repeated", "seconds", 2.5, sizes=("S", "M")),
     Measure("load_read_seconds", "… and every tensor read", "seconds", 2.5, sizes=("S", "M")),
-    Measure("dump_extra_bytes", "extra memory at the dump", "bytes", 18),
-    Measure("load_peak_bytes", "extra memory at a load", "bytes", 0, sizes=()),
+    Measure("dump_extra_bytes", "extra memory of a dump", "bytes", 18),
+    Measure("load_peak_bytes", "extra memory of a load", "bytes", 0, sizes=()),
     Measure("miss_seconds", "RolloutSkip.step: miss", "seconds", 0.01, times_better=False),
     Measure("hit_seconds", "RolloutSkip.step: hit", "seconds", 0.005, times_better=False),
     Measure("first_hit_seconds", "RolloutSkip.step: first hit", "seconds", 0.005, times_better=False),
@@ -62,13 +62,13 @@ MEASURES = (
 
 
 def summary(batch: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """One batch: the best sample of everything on both sides (of loads the median), the ratios, and all samples."""
+    """Summarize one batch: the best sample of both sides (for loads, the median), the ratios, and all samples."""
 
     def best(probe: str, field: str) -> float:
         return min(sample[field] for sample in samples[probe])
 
     def loads(side: str) -> dict[str, float]:
-        # How much of the memory the host has to provide first is different each time: the best would be luck.
+        # How much memory the host has to provide first varies, so the best sample would be luck.
         fields = ("seconds", "read_seconds", "repeated_seconds", "repeated_read_seconds", "peak_bytes")
         names = (
             "fresh_load_seconds",
@@ -96,7 +96,7 @@ def summary(batch: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> 
         "bytes": best("upstream_dump", "bytes"),
         "dump_seconds": best("upstream_dump", "seconds"),
         "dump_extra_bytes": best("upstream_dump", "extra_bytes"),
-        # Upstream itself does not sync: the thread is blocked for the write alone.
+        # Upstream does not sync, so the thread is blocked only for the write.
         "miss_seconds": best("upstream_dump", "unsynced_seconds"),
         "hit_seconds": upstream_loads["load_seconds"],
         "first_hit_seconds": upstream_loads["load_seconds"],
@@ -108,7 +108,7 @@ def summary(batch: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> 
 
 
 def goals(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The goals against what was measured, for the batches that they are set for."""
+    """The goals and the measured ratios, for the batches that they apply to."""
     return [
         {
             "name": measure.name,
@@ -124,7 +124,7 @@ def goals(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The whole result as tables for people."""
+    """The whole result as text tables."""
     machine = result["machine"]
     packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
     lines = [
@@ -132,8 +132,8 @@ def text(result: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, {format_size(machine['memory_bytes'])}, "
         f"{machine['file_system']}, Python {machine['python']}",
         packages,
-        f"best of {result['repeats']} (of loads the median), each in a fresh process (uniform text: once); ours stores "
-        "the inputs of the rollout too, verl's own does not",
+        f"best of {result['repeats']} (loads: median), each in a fresh process (uniform text: once); ours also stores "
+        "the inputs of the rollout, verl's own does not",
     ]
     for batch in result["batches"]:
         lines += ["", *_batch_lines(batch)]
@@ -143,7 +143,7 @@ def text(result: dict[str, Any]) -> str:
         missed = [f"{goal['name']} ({goal['size']})" for goal in result["goals"] if not goal["met"]]
         lines += ["", f"goals missed: {', '.join(missed)}" if missed else "all goals met"]
     else:
-        lines += ["", f"no goals judged: they are set for {JUDGED_TEXT} text"]
+        lines += ["", f"goals not checked: they apply only to {JUDGED_TEXT} text"]
     return "\n".join(lines)
 
 
@@ -171,13 +171,13 @@ def _parts_lines(parts: dict[str, Any]) -> list[str]:
     entries = parts["entries"]
     rows = (
         ("dump, fsync included", "seconds", "seconds"),
-        ("extra memory at the dump", "extra_bytes", "bytes"),
+        ("extra memory of a dump", "extra_bytes", "bytes"),
         ("load, repeated", "load_seconds", "seconds"),
         ("size on disk", "bytes", "bytes"),
     )
     files = [f"{entry['files']} {'part' if entry['files'] == 1 else 'parts'}" for entry in entries]
     return [
-        f"an entry of several parts, size {parts['size']}, zipf text",
+        f"entries with several parts, size {parts['size']}, zipf text",
         f"  {'':32}" + "".join(f"{name:>12}" for name in files),
         *(
             f"  {title:32}" + "".join(f"{show(entry[field], unit):>12}" for entry in entries)
@@ -214,7 +214,7 @@ def _growth_lines(growth: list[dict[str, Any]]) -> list[str]:
 
 
 def show(value: float, unit: str) -> str:
-    """A number for people."""
+    """Format a number with a suitable unit."""
     if unit == "bytes":
         return format_size(value)
     if value >= 0.1:
@@ -223,7 +223,7 @@ def show(value: float, unit: str) -> str:
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """Where this was measured."""
+    """A description of the machine."""
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "cpu": _first_value("/proc/cpuinfo", "model name"),

@@ -1,7 +1,7 @@
-"""Time, memory and size of a report of a long recording: 100 steps of 2,048 responses, 1,024 + 8,192 tokens wide.
+"""Measures the report of a long recording: 100 steps with 2,048 responses, 1,024 + 8,192 tokens wide.
 
-``python -m benchmarks.report_size`` records it (2.4 GB in a temporary folder; a few batches under many keys), makes the
-report in a fresh process as the command line does, and prints what that took. The limits are 60 s and 2 GB.
+``python -m benchmarks.report_size`` records it (2.4 GB in a temporary folder; a few batches under many keys), writes
+the report in a fresh process, and prints time, memory and size. The limits are 60 s and 2 GB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verl_rollout_skip import RolloutKey, RolloutStore
 LIMIT_S = 60.0
 LIMIT_BYTES = 2 * 10**9
 _BATCHES = 4
-# Not getrusage: what it says of a child's memory includes that of the parent before the child began.
+# Not getrusage, because its peak memory of a child includes that of the parent before the fork.
 _COMMAND = """
 import sys
 from verl_rollout_skip.cli import main
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--size", default="M", choices=sorted(SIZES))
-    parser.add_argument("--folder", type=Path, help="a recording that an earlier run made, or where to make it")
+    parser.add_argument("--folder", type=Path, help="the recording of an earlier run, or where to create it")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rollout-skip-report-") as temporary:
         folder = arguments.folder or Path(temporary)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def record(folder: Path, steps: int, size: str) -> None:
-    """Record so many steps, and a tokenizer with as many words as theirs."""
+    """Record this many steps, and a tokenizer with a vocabulary of the same size."""
     batches = [make_batch(SIZES[size], seed=seed) for seed in range(_BATCHES)]
     with RolloutStore(folder) as store:
         for step in range(1, steps + 1):
@@ -63,7 +63,7 @@ def record(folder: Path, steps: int, size: str) -> None:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Words of some letters, the frequent ones shorter, some of them parts of characters."""
+    """A tokenizer with random words: frequent ones are shorter, and some are parts of characters."""
     rng = np.random.default_rng(0)
     words = dict.fromkeys(sorted(ByteLevel.alphabet()))
     letters = np.array(list("abcdefghijklmnopqrstuvwxyzĠĠ" * 6 + "é"))
@@ -75,24 +75,24 @@ def make_tokenizer() -> Tokenizer:
 
 
 def measure(folder: Path, output: Path) -> dict[str, float]:
-    """Make the report in a process of its own, which tells the peak of its memory when it is done."""
+    """Write the report in a new process, which prints its peak memory at the end."""
     command = [sys.executable, "-c", _COMMAND, "report", str(folder), "-o", str(output), "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     seconds = time.perf_counter() - started
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = json.loads(done.stdout)
+    printed = json.loads(done.stdout)
     return {
         "seconds": round(seconds, 2),
         "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2),
         "memory_bytes": int(done.stderr.split()[-2]) * 1024,
         "report_bytes": output.stat().st_size,
         "recorded_bytes": sum(file.stat().st_size for file in folder.rglob("*.parquet")),
-        "responses": told["rows"],
-        "shown_groups": told["shown_groups"],
-        "shown_responses": told["shown_responses"],
-        "left_out": told["left_out"],
+        "responses": printed["rows"],
+        "shown_groups": printed["shown_groups"],
+        "shown_responses": printed["shown_responses"],
+        "left_out": printed["left_out"],
     }
 
 

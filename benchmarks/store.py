@@ -1,8 +1,8 @@
-"""The store against verl's own ``DataProto.save_to_disk`` and ``load_from_disk``: ``make bench``.
+"""Compares the store with verl's ``DataProto.save_to_disk`` and ``load_from_disk``: ``make bench``.
 
-Both get the same batches in the same run, each measurement in a fresh process, in turn (ours, upstream, ours …), and
-the best of several counts: noise only ever adds. Of loads the median counts, because what the host's memory costs is no
-noise. Prints tables and writes everything to a JSON file.
+Both sides get the same batches in the same run. Each measurement runs in a fresh process, alternating between them. The
+best of several samples counts, because noise only adds time; for loads, the median counts, because the cost of the
+host's memory is not noise. Prints tables and writes everything to a JSON file.
 """
 
 from __future__ import annotations
@@ -74,25 +74,27 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="size S only, once; no file without --output")
-    parser.add_argument("--repeats", type=int, help="of each measurement (3; uniform text and images once)")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="S M images")
-    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS[:1], help="zipf")
-    parser.add_argument("--page", action="store_true", help=f"put the tables into {PAGE.relative_to(HERE.parent)}")
-    parser.add_argument("--folder", type=Path, help="where the dumps go meanwhile; the folder for temporary files")
-    parser.add_argument("--output", type=Path, help=f"the JSON file ({RESULTS.relative_to(HERE.parent)})")
+    parser.add_argument(
+        "--repeats", type=int, help="samples per measurement (default: 3; uniform text and images once)"
+    )
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default: S M images")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS[:1], help="default: zipf")
+    parser.add_argument("--page", action="store_true", help=f"write the tables into {PAGE.relative_to(HERE.parent)}")
+    parser.add_argument("--folder", type=Path, help="folder for the dumps (default: the system's temporary folder)")
+    parser.add_argument("--output", type=Path, help=f"the JSON file (default: {RESULTS.relative_to(HERE.parent)})")
     arguments = parser.parse_args()
     if arguments.output is None and not arguments.quick:
         arguments.output = RESULTS
     arguments.repeats = arguments.repeats or (1 if arguments.quick else 3)
     arguments.sizes = arguments.sizes or (["S"] if arguments.quick else ["S", "M", IMAGES])
     if arguments.sizes == [IMAGES] or (arguments.page and not {"M", IMAGES} <= {*arguments.sizes}):
-        parser.error(f"--sizes needs a batch without images, and for --page M and {IMAGES}")
+        parser.error(f"--sizes needs a size without images; --page needs M and {IMAGES}")
     return arguments
 
 
 def _compare(folder: Path, size: BatchSize, text: str, repeats: int) -> dict[str, Any]:
     name = f"{size.name} {text}"
-    logger.info("%s: making the batch", name)
+    logger.info("%s: creating the batch", name)
     raw = folder / "raw"
     output, inputs = make_batch(size, text)
     save_raw(raw, output, inputs)
@@ -107,7 +109,7 @@ def _compare(folder: Path, size: BatchSize, text: str, repeats: int) -> dict[str
         "tokens": int(output.batch["attention_mask"].sum()),
     }
     del output, inputs
-    os.sync()  # or the measured dumps would wait for these files
+    os.sync()  # otherwise the measured dumps would wait for these files
     samples: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(repeats):
         for probe in ("ours_dump", "upstream_dump", "ours_load", "upstream_load", "ours_miss", "ours_hits"):
@@ -143,7 +145,7 @@ def _interpreter_lock(folder: Path, size: BatchSize) -> dict[str, Any]:
 
 @contextmanager
 def _raw(folder: Path, size: BatchSize) -> Iterator[Path]:
-    """A batch for processes that dump it."""
+    """A batch on disk, for processes that dump it."""
     raw = folder / "raw"
     save_raw(raw, *make_batch(size))
     os.sync()

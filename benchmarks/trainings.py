@@ -1,7 +1,7 @@
-"""Whole trainings side by side: what recording costs, what a hit costs, and what a replay saves.
+"""Compares whole trainings: the cost of recording and of a hit, and the savings of a replay.
 
-Real trainings of recipes/cpu, one after another in the same run: without this package's doing, recording, from the
-dumps, replayed without an engine, and with verl's own skip. Results go to benchmarks/results/trainings.json.
+Real trainings of recipes/cpu, one after another in the same run: off, record, cache, replay without an engine, and
+verl's own skip. Results go to benchmarks/results/trainings.json.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ console = Console()
 
 @dataclass(frozen=True)
 class Measured:
-    """One training: seconds until its first step, medians of the second half of its steps, and the memory it took.
+    """One training: seconds until its first step, medians over the second half of its steps, and its peak memory.
 
-    The first half is left out: on a small machine the steps of some ten seconds after the start are slower than those
-    that follow, most likely because Ray still starts processes.
+    The first half is excluded: on a small machine, steps in the first ten seconds or so are slower, most likely because
+    Ray is still starting processes.
     """
 
     name: str
@@ -45,9 +45,11 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainings", description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default: 20)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps per run (default: 20)")
     parser.add_argument("--v1", action="store_true", help="verl's V1 trainers instead of V0")
-    parser.add_argument("--recording", action="store_true", help="only what recording costs, within one training")
+    parser.add_argument(
+        "--recording", action="store_true", help="measure only the cost of recording, within one training"
+    )
     options = parser.parse_args()
     if options.recording:
         measure_recording(options.steps)
@@ -76,7 +78,7 @@ def write(part: str, result: dict[str, Any]) -> None:
 
 
 def measure_recording(pairs: int) -> None:
-    """Record every other step of one training: two trainings differ by more than what recording may cost."""
+    """Record every other step of one training, because two trainings differ by more than the cost of recording."""
     steps = range(1, 4 * pairs + 1)
     recorded = [step for step in steps if step % 2]
     with tempfile.TemporaryDirectory(prefix="rollout-skip-bench-") as temporary:
@@ -142,7 +144,7 @@ def measure(name: str, folder: Path, assets: Path, overrides: list[str]) -> Meas
             usage.sample()
             if not first and run.metrics():
                 first = time.monotonic()
-            time.sleep(0.25 if not first else 2.0)  # to look at the memory of a process holds it up
+            time.sleep(0.25 if not first else 2.0)  # reading a process's memory usage slows it down
     finally:
         if process.poll() is None:
             process.terminate()

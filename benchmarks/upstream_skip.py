@@ -1,7 +1,7 @@
-"""What verl's own skip does in the situations of README's table: ``python -m benchmarks.upstream_skip``.
+"""Reproduces how verl's own skip behaves in the cases of the README's table: ``python -m benchmarks.upstream_skip``.
 
-Real trainings of recipes/cpu with ``skip.rollout`` (V0) and ``skip.rollout_tq`` (V1), and nothing of this package: what
-it does in the same situations is what tests/e2e are about. Results go to benchmarks/results/upstream_skip.json.
+Real trainings of recipes/cpu with ``skip.rollout`` (V0) and ``skip.rollout_tq`` (V1), without this package; tests/e2e
+cover this package in the same cases. Results go to benchmarks/results/upstream_skip.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILTER = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric
 
 
 class Trainings:
-    """Runs trainings one after the other, on the same model and data."""
+    """Runs trainings one after another on the same model and data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Trainings:
 
 
 class Touch:
-    """Unpickled, it makes a file and then is the batch that stood in its place."""
+    """When unpickled, creates a file and returns the original batch."""
 
     def __init__(self, marker: Path, batch: bytes) -> None:
         self.marker = marker
@@ -57,7 +57,7 @@ class Touch:
 
 
 def synchronous(trainings: Trainings, folder: Path) -> dict[str, Any]:
-    """V0: another temperature, a damaged file, code in a file, and weights for an engine that nobody asks."""
+    """V0: a different temperature, a damaged file, code in a file, and weight syncs to an idle engine."""
     every = list(range(1, STEPS + 1))
     recorded = trainings.run("recorded", folder / "dumps", every)
     warmer = trainings.run("another temperature", folder / "dumps", every, "actor_rollout_ref.rollout.temperature=0.3")
@@ -87,7 +87,7 @@ def synchronous(trainings: Trainings, folder: Path) -> dict[str, Any]:
 
 
 def dynamic_sampling(trainings: Trainings, folder: Path) -> dict[str, Any]:
-    """V1 with filter_groups: step 1 is loaded, step 2 is generated. Does it get the prompts that it would have got?"""
+    """V1 with filter_groups: step 1 is loaded, step 2 is generated. Does step 2 get the same prompts?"""
     first = trainings.run("dapo recorded", folder / "dapo", [1], *FILTER, v1=True)
     again = trainings.run("dapo loaded", folder / "dapo", [1], *FILTER, v1=True)
     left, right = first.results(), again.results()

@@ -1,12 +1,13 @@
 """``make demo``: records short trainings on CPU, replays them without an engine, and compares the results.
 
 These are real verl trainings with Ray and FSDP2, started the way a user starts them. Only the model, the data and the
-engine are tiny.
+engine are tiny. ``make demo-vllm`` does the same with vLLM as the engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import signal
 import subprocess
@@ -25,15 +26,15 @@ from recipes.cpu import runs
 from recipes.cpu.assets import make_assets
 from recipes.cpu.environment import REPOSITORY, cpu_environment
 from recipes.cpu.processes import Usage, end_descendants, keep_descendants
-from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store.sizes import format_size
 
 console = Console(highlight=False)
-MODES = ("record", "replay")
 STARTS = {
     "record": "starting Ray, the workers and the inference engine",
+    "cache": "starting Ray, the workers and the inference engine",
     "replay": "starting Ray and the workers, no inference engine",
 }
-DONE = {"record": "generated and recorded", "replay": "loaded"}
+DONE = {"record": "generated and recorded", "cache": "loaded", "replay": "loaded"}
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,29 @@ TRAININGS = {
     ),
 }
 
+# With vLLM a training takes twice as long.
+DEFAULT = {"cpu": ("ppo", "dapo", "v1"), "vllm": ("ppo", "v1")}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of a training, with this interpreter or another one."""
+
+    name: str
+    mode: str
+    python: str = sys.executable
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """The cost of one run of a training, and the metrics that must be identical in both runs."""
+    """The cost of one run of a training, and the metrics that must be identical in all of its runs."""
 
     seconds: float
     rollout_seconds: float
     cpu_seconds: float
     peak_bytes: int
-    engine: bool
+    engines: frozenset[str]
+    syncs: int
     metrics: dict[int, dict[str, object]]
 
 
@@ -79,54 +93,75 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--folder", type=Path, help="where to put everything (default: a new temporary folder)")
     parser.add_argument("--steps", type=int, default=4, help="training steps per run (default: 4)")
-    parser.add_argument("--only", choices=TRAININGS, help="run one of the trainings instead of all three")
+    parser.add_argument("--only", choices=TRAININGS, help="run one of the trainings instead of all of them")
+    parser.add_argument("--engine", choices=("cpu", "vllm"), default="cpu", help="the inference engine (default: cpu)")
+    parser.add_argument("--plain-python", help="an interpreter without vLLM, to replay there as well")
     options = parser.parse_args()
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="skip-demo-"))).resolve()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     keep_descendants()
+    names = [options.only] if options.only else [name for name in TRAININGS if name in DEFAULT[options.engine]]
+    plan = stages_of(options.engine, options.plain_python)
     try:
-        outcomes = train_all([options.only] if options.only else list(TRAININGS), folder, options.steps)
+        outcomes = train_all(names, plan, options.engine, folder, options.steps)
     except KeyboardInterrupt:
         console.print(f"Interrupted. All processes of the demo have ended; its files are in {folder}", soft_wrap=True)
         sys.exit(130)
     show(outcomes)
     show_commands(folder, options.steps)
-    if differing := [name for name, pair in outcomes.items() if not identical(pair)]:
+    if differing := [
+        name
+        for name, stages in outcomes.items()
+        if not all(identical(outcome, stages["record"]) for outcome in stages.values())
+    ]:
         sys.exit(f"The metrics of {', '.join(differing)} differ between recording and replay. Please report this bug.")
+
+
+def stages_of(engine: str, plain_python: str | None) -> list[Stage]:
+    """The runs of each training. The first one is the recording that the others are compared with."""
+    stages = [Stage("record", "record"), Stage("replay", "replay")]
+    if engine == "vllm":
+        stages.insert(1, Stage("cache", "cache"))
+    if plain_python:
+        stages.append(Stage("replay without vLLM", "replay", plain_python))
+    return stages
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def train_all(names: list[str], folder: Path, steps: int) -> dict[str, dict[str, Outcome]]:
-    """By name and mode."""
+def train_all(
+    names: list[str], stages: list[Stage], engine: str, folder: Path, steps: int
+) -> dict[str, dict[str, Outcome]]:
+    """Run every stage of every training. Returns the outcomes by training and stage."""
     console.print(f"Real verl trainings on CPU with a tiny model. All files go to {folder}", soft_wrap=True)
     assets = make_assets(folder / "assets").folder
     write_environment(folder, assets)
     outcomes: dict[str, dict[str, Outcome]] = {name: {} for name in names}
-    for index, name in enumerate(names):
-        for mode in MODES:
-            number = index * len(MODES) + MODES.index(mode) + 1
-            title = f"{number}/{len(names) * len(MODES)} {TRAININGS[name].name} {mode}"
-            outcomes[name][mode] = train(title, TRAININGS[name], mode, folder, assets, steps)
+    for number, (name, stage) in enumerate(itertools.product(names, stages), 1):
+        title = f"{number}/{len(names) * len(stages)} {TRAININGS[name].name} {stage.name}"
+        outcomes[name][stage.name] = train(title, TRAININGS[name], stage, engine, folder, assets, steps)
     return outcomes
 
 
-def train(title: str, training: Training, mode: str, folder: Path, assets: Path, steps: int) -> Outcome:
-    run = runs.TrainingRun(folder / f"{training.name.lower()}-{mode}")
+def train(title: str, training: Training, stage: Stage, engine: str, folder: Path, assets: Path, steps: int) -> Outcome:
+    run = runs.TrainingRun(folder / f"{training.name} {stage.name}".lower().replace(" ", "-"))
     settings = [
         training.setting,
+        f"cpu_engine={engine}",
         f"trainer.experiment_name={training.name.lower()}",
         f"trainer.total_training_steps={steps}",
-        f"{training.block}.mode={mode}",
+        f"{training.block}.mode={stage.mode}",
         f"{training.block}.dump_dir={folder}/dumps",
     ]
     started = time.monotonic()
     try:
-        process = runs.start(training.module, training.config, run.folder, assets, settings, training.options)
-        usage = follow(title, mode, run, process, steps)
+        process = runs.start(
+            training.module, training.config, run.folder, assets, settings, training.options, stage.python
+        )
+        usage = follow(title, stage.mode, run, process, steps)
         seconds = time.monotonic() - started
     finally:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -135,8 +170,15 @@ def train(title: str, training: Training, mode: str, folder: Path, assets: Path,
     if process.returncode != 0:
         console.print(run.log[-4000:], markup=False)
         sys.exit(f"{title} failed with exit code {process.returncode}; the full output is in {run.folder}/log")
-    rollout_seconds = sum(run.timing("gen").values())
-    return Outcome(seconds, rollout_seconds, usage.cpu_seconds, usage.peak_bytes, usage.engine, run.results())
+    return Outcome(
+        seconds,
+        rollout_seconds=sum(run.timing("gen").values()),
+        cpu_seconds=usage.cpu_seconds,
+        peak_bytes=usage.peak_bytes,
+        engines=frozenset(usage.engines),
+        syncs=len(run.trace("sync")),
+        metrics=run.results(),
+    )
 
 
 def follow(title: str, mode: str, run: runs.TrainingRun, process: subprocess.Popen[bytes], steps: int) -> Usage:
@@ -157,21 +199,26 @@ def follow(title: str, mode: str, run: runs.TrainingRun, process: subprocess.Pop
 
 
 def show(outcomes: dict[str, dict[str, Outcome]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "engine", "total", "rollouts", "CPU", "memory", "identical metrics"):
-        table.add_column(name, justify="left" if name == "" else "right")
-    for name, pair in outcomes.items():
-        record, replay = pair["record"], pair["replay"]
-        table.add_row(f"{TRAININGS[name].name} record", *cells(record), "")
-        table.add_row("replay".rjust(len(TRAININGS[name].name) + 7), *cells(replay), "yes" if identical(pair) else "NO")
-        table.add_row(*ratios(record, replay), "", end_section=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", "engine", "syncs", "total", "rollouts", "CPU", "memory", "identical"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, stages in outcomes.items():
+        (first, record), *others = stages.items()
+        table.add_row(f"{TRAININGS[name].name} {first}", *cells(record), "")
+        for stage, outcome in others:
+            table.add_row(stage, *cells(outcome), "yes" if identical(outcome, record) else "NO")
+        table.add_row(*ratios(record, stages["replay"]), "", end_section=True)
     console.print(table)
+    engines = sorted(set().union(*(outcome.engines for stages in outcomes.values() for outcome in stages.values())))
+    console.print(f"engine: whether {' and '.join(engines)} ran; syncs: how often it received the actor's weights")
+    console.print("identical: whether all metrics except timings match the recording to the last bit")
     console.print("The model is tiny, so most of the time is startup. With a real model, most of it is rollouts.")
 
 
 def cells(outcome: Outcome) -> list[str]:
     return [
-        "yes" if outcome.engine else "no",
+        "yes" if outcome.engines else "no",
+        str(outcome.syncs),
         f"{outcome.seconds:.0f} s",
         f"{outcome.rollout_seconds:.2f} s",
         f"{outcome.cpu_seconds:.0f} s",
@@ -186,11 +233,11 @@ def ratios(record: Outcome, replay: Outcome) -> list[str]:
         (record.cpu_seconds, replay.cpu_seconds),
         (record.peak_bytes, replay.peak_bytes),
     ]
-    return ["saving", "", *(f"{before / after:.1f}×" for before, after in pairs)]
+    return ["saving", "", "", *(f"{before / after:.1f}×" for before, after in pairs)]
 
 
-def identical(pair: dict[str, Outcome]) -> bool:
-    return pair["record"].metrics == pair["replay"].metrics
+def identical(outcome: Outcome, recorded: Outcome) -> bool:
+    return outcome.metrics == recorded.metrics
 
 
 def write_environment(folder: Path, assets: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.batches import SIZES, make_batch
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import CorruptEntryError, RolloutSkipError
-from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store.sizes import format_size
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -63,7 +63,7 @@ def record(folder: Path) -> DataProto:
             batch, inputs = make_batch(SIZE, seed=step)
             raw = sum(tensor.nbytes for tensor in batch.batch.values())
             started = time.perf_counter()
-            store.put(RolloutKey(step), batch, inputs=inputs, info={"note": "made up"})
+            store.put(RolloutKey(step), batch, inputs=inputs, info={"note": "synthetic"})
             rows.append((step, raw, time.perf_counter() - started))
         store.flush()
         for step, raw, seconds in rows:
@@ -92,7 +92,7 @@ def replay(folder: Path, expected: DataProto) -> None:
 
 
 def write_until_killed(folder: Path) -> None:
-    """Runs in the child process: once told to start, write one step after another as fast as possible."""
+    """Runs in the child process: wait for the start signal, then write steps as fast as possible."""
     batch, inputs = make_batch(SIZE, seed=9)
     store = RolloutStore(folder, background=False)
     print("ready", flush=True)

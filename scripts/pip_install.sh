@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# pip_install.sh VENV LABEL PIP_ARGUMENTS...: one part of the set-up, reported in one line with the time it took.
-# Creates VENV with $PYTHON if it is missing. pip's output goes to VENV/setup.log. A failure that is recognized gets one
+# pip_install.sh VENV LABEL PIP_ARGUMENTS...: one step of the setup, reported in one line with the time it took.
+# Creates VENV with $PYTHON if it is missing. pip's output goes to VENV/setup.log. A known failure prints one
 # line that says what to do, any other one the end of pip's output.
 set -uo pipefail
 
@@ -15,7 +15,7 @@ main() {
     local started=$SECONDS
     printf '%-64s' "==> $LABEL"
     mkdir -p "$VENV" || fail "the folder $VENV cannot be created"
-    # An environment without pip is one whose creation was interrupted.
+    # If pip is missing, the creation of the environment was interrupted.
     "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || run "$PYTHON" -m venv "$VENV"
     run "$VENV/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off "$@"
     printf '%4d s\n' $((SECONDS - started))
@@ -35,7 +35,7 @@ supported() {
     "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null
 }
 
-# The output is kept in memory as well: a full disk has no room for a log.
+# The output is also kept in memory, because a full disk has no room for a log.
 run() {
     local output
     output=$("$@" 2>&1 | tee -a "$LOG" 2>/dev/null) || { echo; explain "$output"; }
@@ -64,7 +64,7 @@ free_kb() {
 }
 
 fail() {
-    printf 'set-up failed: %s\n' "$*" >&2
+    printf 'setup failed: %s\n' "$*" >&2
     exit 1
 }
 

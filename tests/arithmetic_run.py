@@ -1,6 +1,6 @@
-"""A recording that looks like a real one: a small model learns arithmetic, and answers through a byte-level tokenizer.
+"""A synthetic recording with readable text: a model learns arithmetic and answers with a byte-level tokenizer.
 
-Scores rise and responses grow longer. Used by the tests of the report and for its pictures.
+Scores and response lengths increase. The tests of the report and its screenshots use it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SENTENCES = (
 
 
 def make_tokenizer() -> Tokenizer:
-    """A byte-level tokenizer with some merges, so that tokens are words, parts of words and parts of characters."""
+    """A byte-level tokenizer with some merges, so that tokens are words and parts of words or characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,7 +57,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def token_of_byte(tokenizer: Tokenizer, byte: int) -> int:
-    """The token that stands for one byte."""
+    """The token of a single byte."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [other for other in range(256) if other not in plain]
     letter = chr(byte) if byte in plain else chr(0x100 + others.index(byte))
@@ -65,14 +65,14 @@ def token_of_byte(tokenizer: Tokenizer, byte: int) -> int:
 
 
 def make_training(folder: Path) -> tuple[Training, Tokenizer]:
-    """A training whose model folder holds the tokenizer, which the recording copies."""
+    """A training whose model folder contains the tokenizer, which is copied into the recording."""
     training, tokenizer = Training(folder), make_tokenizer()
     tokenizer.save(str(folder / "inputs" / "model" / "tokenizer.json"))
     return training, tokenizer
 
 
 def record(training: Training, tokenizer: Tokenizer, steps: range, prompts: int = 8, gen_batches: int = 1) -> Path:
-    """Record these steps; returns the variant folder."""
+    """Record these steps and return the variant folder."""
     with training.open("cache", actor_rollout_ref__rollout__n=SAMPLES) as skip:
         for step in steps:
             for gen_batch in range(gen_batches):
@@ -85,7 +85,7 @@ def record(training: Training, tokenizer: Tokenizer, steps: range, prompts: int 
 
 
 def conversation(step: int, prompts: int, seed: int) -> tuple[DataProto, list[str], list[float]]:
-    """Questions, each for its samples, the answers to them, and what the answers are worth."""
+    """Questions, repeated for their samples, with answers and scores."""
     rng = np.random.default_rng(seed)
     skill = 1 - 0.85 * np.exp(-step / 12)
     columns: dict[str, list[Any]] = {name: [] for name in ("raw_prompt", "reward_model", "data_source", "uid")}
@@ -107,17 +107,17 @@ def conversation(step: int, prompts: int, seed: int) -> tuple[DataProto, list[st
 
 
 def answer(rng: np.random.Generator, a: int, b: int, right: bool, step: int) -> str:
-    """A chain of thought that gets longer as the training goes on."""
+    """A chain of thought that gets longer from step to step."""
     tens, units = (a // 10 + b // 10) * 10, a % 10 + b % 10
     words = {"a": a, "b": b, "tens": tens, "units": units, "sum": a + b, "wrong": a + b + int(rng.integers(1, 11))}
     count = int(rng.integers(1, 4 + step // 8))
-    said = [_SENTENCES[place].format(**words) for place in rng.integers(0, len(_SENTENCES), count)]
+    sentences = [_SENTENCES[position].format(**words) for position in rng.integers(0, len(_SENTENCES), count)]
     box = words["sum"] if right else words["wrong"]
-    return "\n".join([*said, f"The answer is \\boxed{{{box}}}."])
+    return "\n".join([*sentences, f"The answer is \\boxed{{{box}}}."])
 
 
 def encode(tokenizer: Tokenizer, inputs: DataProto, texts: list[str], scores: list[float], seed: int = 0) -> DataProto:
-    """Answers as the rollout of a training: padded tokens, log-probs, and the reward on the last token."""
+    """Answers as a rollout: padded tokens, log-probs, and the reward on the last token."""
     end = [tokenizer.token_to_id("<|im_end|>")]
     return make_output(tokenizer, inputs, [tokenizer.encode(text).ids + end for text in texts], scores, seed)
 
@@ -130,7 +130,7 @@ def make_output(
     seed: int = 0,
     width: int = RESPONSE_WIDTH,
 ) -> DataProto:
-    """The same for answers that are tokens already."""
+    """Same as ``encode``, for answers that are token ids."""
     rng = np.random.default_rng(seed)
     rows, pad = len(answers), tokenizer.token_to_id("<|endoftext|>")
     prompts, responses = np.full((rows, PROMPT_WIDTH), pad), np.full((rows, width), pad)

@@ -1,4 +1,4 @@
-"""Small rollouts as verl hands them around, and an exact comparison of batches that shares no code with the package.
+"""Small rollouts in verl's format, and an exact comparison of batches that shares no code with the package.
 
 ``assert_same_batch`` is deliberately strict: bits instead of values, types instead of equality, the order of keys,
 which rows share one object, which nested tensors share their offsets.
@@ -67,7 +67,7 @@ def rollout_output(rows: int = 8, prompt_width: int = 6, response_width: int = 1
 
 
 def rollout_input(rows: int = 8, seed: int = 0) -> DataProto:
-    """What verl 0.9.1 gives to ``generate_sequences``: no tensors, each prompt repeated for its samples."""
+    """The input of ``generate_sequences`` in verl 0.9.1: no tensors, each prompt repeated for its samples."""
     rng = np.random.default_rng(seed)
     columns: dict[str, list[Any]] = {
         key: [] for key in ("data_source", "reward_model", "extra_info", "raw_prompt", "index", "uid")
@@ -93,7 +93,7 @@ def rollout_input(rows: int = 8, seed: int = 0) -> DataProto:
 
 
 def objects(values: list[Any]) -> np.ndarray:
-    """An object array with these cells, whatever they are."""
+    """An object array with these cells."""
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         array[row] = value
@@ -101,15 +101,15 @@ def objects(values: list[Any]) -> np.ndarray:
 
 
 def dump(batch: Any, inputs: Any = None) -> bytes:
-    """The Parquet file of a rollout step, without a store around it."""
+    """The Parquet file of a rollout step, without a store."""
     (data,) = dump_parts(batch, inputs)[0]
     return data
 
 
 def dump_parts(batch: Any, inputs: Any = None, cuts: Sequence[int] = ()) -> tuple[list[bytes], codec.Summary]:
-    """The parts of a rollout step, cut before these rows, and what is known of it."""
+    """The parts of a rollout step, split before these rows, and its description."""
     prepared = codec.prepare(batch, inputs)
-    plan, parts = codec.plan(prepared), []
+    plan, parts = codec.Plan(prepared), []
     for start, stop in pairwise([0, *sorted(cuts), prepared.output.batch.rows]):
         sink = io.BytesIO()
         plan.write(slice(start, stop), sink)
@@ -118,13 +118,13 @@ def dump_parts(batch: Any, inputs: Any = None, cuts: Sequence[int] = ()) -> tupl
 
 
 def load(*parts: bytes) -> tuple[Any, Any]:
-    """Output and input (None if there was none) of a rollout step from its parts."""
+    """The output and the input (or None) of a rollout step, decoded from its parts."""
     reader = codec.Reader(parts, limit=1 << 30)
     return unflatten(reader.output()), unflatten(reader.input()) if reader.has_input else None
 
 
 def assert_comes_back(batch: Any, inputs: Any = None, cuts: Sequence[int] = ()) -> bytes:
-    """Fail unless a rollout step comes back exactly as it was dumped; returns the first part."""
+    """Check that a rollout step is restored exactly, and return its first part."""
     parts, _ = dump_parts(batch, inputs, cuts)
     loaded, loaded_inputs = load(*parts)
     assert_same_batch(batch, loaded)
@@ -144,7 +144,7 @@ def data_proto(tensors: dict[str, Any] | None = None, **arrays: Any) -> DataProt
 
 
 def assert_same_batch(left: Any, right: Any) -> None:
-    """Fail, naming the place, unless two DataProtos or two TensorDicts agree in every bit and in every type."""
+    """Check that two DataProtos or TensorDicts agree in every bit and type; the error names the path."""
     assert type(left) is type(right), f"{type(left)} became {type(right)}"
     if isinstance(left, TensorDict):
         _same_tensordict(left, right, "batch")
@@ -160,7 +160,7 @@ def assert_same_batch(left: Any, right: Any) -> None:
 
 
 def assert_same_object(left: Any, right: Any, where: str = "value") -> None:
-    """Fail unless two Python values agree in type and in every bit, all the way down."""
+    """Check recursively that two Python values agree in every type and bit."""
     if _is_image(left) and _is_image(right):
         # An image that was opened from a file comes back as a plain image.
         assert (left.mode, left.size, left.tobytes()) == (right.mode, right.size, right.tobytes()), where
@@ -202,9 +202,9 @@ def assert_same_object(left: Any, right: Any, where: str = "value") -> None:
 
 
 def assert_same_tensor(left: torch.Tensor, right: torch.Tensor, where: str = "tensor") -> None:
-    """Fail unless two tensors, dense or nested, agree in dtype, layout, shape and every bit.
+    """Check that two tensors, dense or nested, agree in dtype, layout, shape and every bit.
 
-    Of a jagged tensor with holes only the rows count; the holes' content is nobody's data.
+    For a jagged tensor with holes, only the rows are compared, because the holes have no defined content.
     """
     assert left.dtype == right.dtype, f"{where}: dtype {left.dtype} became {right.dtype}"
     assert left.layout == right.layout, f"{where}: layout {left.layout} became {right.layout}"
@@ -233,7 +233,7 @@ def bits_of(tensor: torch.Tensor) -> bytes:
 
 
 def nested_rows(nested: Any) -> list[torch.Tensor]:
-    """The rows of a nested tensor, as its ``unbind`` gives them."""
+    """The rows of a nested tensor, as returned by ``unbind``."""
     if nested.layout is not torch.jagged:
         return list(nested.unbind())
     offsets = nested.offsets().tolist()
@@ -243,7 +243,7 @@ def nested_rows(nested: Any) -> list[torch.Tensor]:
 
 
 def _laid_out(nested: Any) -> int:
-    """The dimension that its shape says is ragged; verl makes tensors whose ``_ragged_idx`` is another one."""
+    """The ragged dimension according to the shape; verl creates tensors whose ``_ragged_idx`` differs."""
     return next(dim for dim, size in enumerate(nested.shape) if isinstance(size, torch.SymInt))
 
 
@@ -271,7 +271,7 @@ def _same_tensordict(left: TensorDict, right: TensorDict, where: str) -> None:
 
 
 def _same_offsets(left: TensorDict, right: TensorDict, where: str) -> None:
-    """Nested tensors that could be computed with one another still can."""
+    """Nested tensors that shared offsets, and so were compatible in operations, still do."""
     jagged = [key for key in left.keys() if getattr(left.get(key), "layout", None) is torch.jagged]  # noqa: SIM118
     for one, other in itertools.combinations(jagged, 2):
         if _share_offsets(left.get(one), left.get(other)):
@@ -284,7 +284,7 @@ def _share_offsets(one: Any, other: Any) -> bool:
 
 
 def _same_sharing(left: Any, right: Any, where: str) -> None:
-    """Rows that held one object hold one object again, and equal ones of their own stay apart."""
+    """Rows that shared one object share one again, and equal but separate objects stay separate."""
     mutable = [row for row in range(len(left)) if isinstance(left[row], list | dict | np.ndarray | torch.Tensor)]
     if isinstance(left, np.ndarray) and left.ndim != 1:
         return

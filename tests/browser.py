@@ -1,8 +1,7 @@
-"""A real browser for tests: Debian's Chromium without a window, driven through its debugging pipe.
+"""Headless Chromium for tests, controlled through its debugging pipe.
 
-The protocol (CDP) goes over two pipes that only this process has: no port, no driver program whose version must fit,
-and nothing to install but the browser. ``Page`` acts as a person does, with a mouse and a keyboard, and keeps what must
-not happen: errors, violations of the policy, dialogs, and every request.
+The DevTools protocol runs over two pipes, so there is no open port and nothing to install except the browser. ``Page``
+uses mouse and keyboard events like a user, and collects errors, policy violations, dialogs and requests.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 _FLAGS = (
     "--headless=new",
-    "--no-sandbox",  # root has none, and what is opened is this project's own
+    "--no-sandbox",  # not available to root; only this project's own pages are opened
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-extensions",
@@ -85,7 +84,7 @@ class Browser:
 
     @contextmanager
     def page(self, width: int = 1280, height: int = 800, dark: bool = False) -> Iterator[Page]:
-        """A tab of its own, with nothing kept from others."""
+        """A new tab with an empty profile."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         asked = {"url": "about:blank", "browserContextId": context, "width": width, "height": height}
         target = self.call("Target.createTarget", **asked)["targetId"]
@@ -100,7 +99,7 @@ class Browser:
             del self._pages[session]
 
     def call(self, method: str, session: str | None = None, **arguments: Any) -> dict[str, Any]:
-        """One command, and its answer."""
+        """Send a command and return its result."""
         number = next(self._numbers)
         message: dict[str, Any] = {"id": number, "method": method, "params": arguments}
         if session is not None:
@@ -119,7 +118,7 @@ class Browser:
         return result
 
     def close(self) -> None:
-        """End the browser and everything that it started."""
+        """Stop the browser and all its processes."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -141,14 +140,14 @@ class Browser:
                     if answers is not None:
                         answers.put(message)
                 elif message.get("sessionId") in self._pages:
-                    self._pages[message["sessionId"]].notice(message["method"], message["params"])
+                    self._pages[message["sessionId"]].on_event(message["method"], message["params"])
 
     def _log_end(self) -> str:
         return self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
 
 
 class Page:
-    """A tab. ``problems`` lists what must not happen, ``requests`` every address that was asked for."""
+    """A tab. ``problems`` lists errors and violations, ``requests`` every requested URL."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
@@ -163,7 +162,7 @@ class Page:
         self.prefer("dark" if dark else "light")
 
     def prefer(self, scheme: str) -> None:
-        """What the system asks for: a light or a dark look."""
+        """Emulate the system's light or dark color scheme."""
         features = [
             {"name": "prefers-color-scheme", "value": scheme},
             {"name": "prefers-reduced-motion", "value": "reduce"},
@@ -171,19 +170,19 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def open(self, address: str) -> None:
-        """Go to an address and wait until the page has drawn itself."""
+        """Open a URL and wait until the page is ready."""
         self.call("Page.navigate", url=address)
         self.wait_for("document.documentElement?.dataset.ready === 'yes'")
 
     def run(self, script: str) -> Any:
-        """The value of an expression on the page; a promise is awaited."""
+        """Evaluate an expression on the page; promises are awaited."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(f"{script}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = WAIT_S) -> Any:
-        """Wait until an expression is true; returns its value."""
+        """Wait until an expression is true and return its value."""
         deadline = time.monotonic() + seconds
         while True:
             found = self.run(script)
@@ -203,62 +202,62 @@ class Page:
         return found
 
     def click(self, selector: str) -> None:
-        """Click in the middle of an element with the mouse, as a person can: it must be there to be hit."""
+        """Click on the center of an element, which must be visible and not covered."""
         quoted = json.dumps(selector)
-        place = self.run(
+        center = self.run(
             f"(() => {{ const e = document.querySelector({quoted}); e.scrollIntoView({{block: 'center'}});"
             "const b = e.getBoundingClientRect(); const p = [b.x + b.width / 2, b.y + b.height / 2];"
             "const hit = document.elementFromPoint(...p); return e.contains(hit) || hit?.contains(e) ? p : null })()"
         )
-        assert place, f"{selector} is covered or not visible"
-        self.move(*place)
+        assert center, f"{selector} is covered or not visible"
+        self.move(*center)
         for kind in ("mousePressed", "mouseReleased"):
-            point = {"x": place[0], "y": place[1], "button": "left", "clickCount": 1}
+            point = {"x": center[0], "y": center[1], "button": "left", "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, **point)
 
     def move(self, x: float, y: float) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def type(self, selector: str, text: str) -> None:
-        """Replace what is in a field."""
+        """Replace the text in a field."""
         self.click(selector)
         self.run(f"document.querySelector({json.dumps(selector)}).select?.()")
         self.press("Backspace")
         self.call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
-        """Press a key, wherever the focus is."""
+        """Press a key in the focused element."""
         name, code, text = _KEYS.get(key, (key, ord(key[0].upper()), key))
         described = {"key": name, "windowsVirtualKeyCode": code, **({"text": text} if text else {})}
         self.call("Input.dispatchKeyEvent", type="keyDown", **described)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=name, windowsVirtualKeyCode=code)
 
     def screenshot(self, whole: bool = False) -> bytes:
-        """What the page looks like, as PNG."""
+        """A screenshot of the page as PNG."""
         found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(found["data"])
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **arguments)
 
-    def notice(self, event: str, told: dict[str, Any]) -> None:
+    def on_event(self, event: str, parameters: dict[str, Any]) -> None:
         if event == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self.requests.append(parameters["request"]["url"])
         elif event == "Runtime.exceptionThrown":
-            self.problems.append(f"exception: {told['exceptionDetails']}")
-        elif event == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.problems.append(f"console: {told['args']}")
-        elif event == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.problems.append(f"log: {told['entry']}")
+            self.problems.append(f"exception: {parameters['exceptionDetails']}")
+        elif event == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+            self.problems.append(f"console: {parameters['args']}")
+        elif event == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+            self.problems.append(f"log: {parameters['entry']}")
         elif event == "Audits.issueAdded":
-            self.problems.append(f"issue: {told['issue']}")
+            self.problems.append(f"issue: {parameters['issue']}")
         elif event == "Page.javascriptDialogOpening":
-            self.problems.append(f"dialog: {told['message']}")
+            self.problems.append(f"dialog: {parameters['message']}")
             threading.Thread(target=lambda: self.call("Page.handleJavaScriptDialog", accept=False)).start()
 
 
 def _high_pipe() -> tuple[int, int]:
-    """A pipe whose numbers are out of the way of those that the browser expects, 3 and 4."""
+    """A pipe whose file descriptors differ from those that the browser expects, 3 and 4."""
     ends = os.pipe()
     high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
     for end in ends:

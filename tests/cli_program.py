@@ -1,4 +1,4 @@
-"""``rollout-skip`` as a user runs it: in a process of its own, also as a user without rights, also without torch."""
+"""Runs ``rollout-skip`` in its own process: normally, without permissions, or without torch."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ sys.exit(main(sys.argv[1:]))
 
 
 def run(*arguments: Any, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The program with these arguments."""
+    """Run the program with these arguments."""
     return _python(["-m", "verl_rollout_skip.cli", *map(str, arguments)], cwd, environment)
 
 
 def run_as_nobody(*arguments: Any, first: Sequence[Any] | None = None) -> subprocess.CompletedProcess[str]:
-    """The same as a user who owns nothing, if the tests run as root; otherwise as the user of the tests.
+    """Run the program as the user nobody if the tests run as root, otherwise as the current user.
 
-    ``first`` is run before, with all rights, so that everything is imported; by default the command itself.
+    ``first`` runs before with full permissions, so that everything is imported; by default, it is the same command.
     """
     before = [str(argument) for argument in (arguments if first is None else first)]
     return _python(["-c", _AS_NOBODY, *map(str, arguments)], ROOT, {"FIRST": json.dumps(before)})
 
 
 def run_without_torch(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    """The same where torch, tensordict and verl cannot be imported."""
+    """Run the program where torch, tensordict and verl cannot be imported."""
     return _python(["-c", _WITHOUT_TORCH, *map(str, arguments)], ROOT, {})
 
 
 def run_json(*arguments: Any, code: int = 0) -> Any:
-    """What ``--json`` prints."""
+    """The output of ``--json``."""
     done = run(*arguments, "--json")
     assert done.returncode == code, done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    """Exit code 2, nothing on standard output, and one line that says these words."""
+    """Check for exit code 2, no standard output, and one line on standard error with these words."""
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("rollout-skip: error: "), done.stderr
@@ -70,7 +70,7 @@ def assert_one_line_error(done: subprocess.CompletedProcess[str], *words: str) -
 
 
 def assert_fits(text: str, width: int = 80) -> None:
-    """No line of a table is wider than a terminal."""
+    """Check that no line is wider than 80 columns."""
     too_wide = [line for line in text.splitlines() if len(line) > width]
     assert not too_wide, too_wide
 

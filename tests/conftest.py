@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.environment"]
+
 # Before torch, verl and datasets are imported: the tests run on a shared machine and never reach for the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,13 +27,13 @@ settings.load_profile("quick")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Digests of test files do not belong into the cache of whoever runs the tests."""
+    """Keep digests of test files out of the user's cache."""
     os.environ["VERL_ROLLOUT_SKIP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Trainers that are made in this process set up logging, and the libraries they use add to the environment."""
+    """Undo what trainers and libraries change in this process: logging and environment variables."""
     environment = dict(os.environ)
     logger = logging.getLogger("verl_rollout_skip")
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate

@@ -1,4 +1,4 @@
-"""File systems of their own for tests about disks that are full or read-only."""
+"""Separate file systems for tests with full or read-only disks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def mount(*arguments: str) -> bool:
 
 
 class Disk:
-    """A file system of its own, or what comes nearest to it where nothing can be mounted."""
+    """A separate file system, or the closest substitute if mounting is not permitted."""
 
     def __init__(self, path: Path, size: int, mounted: bool) -> None:
         self.path = path
@@ -24,7 +24,7 @@ class Disk:
         self._ballast = path / "ballast"
 
     def leave_free(self, size: int) -> None:
-        """Fill the disk until only so many bytes are free."""
+        """Fill the disk until only this many bytes are free."""
         self._ballast.unlink(missing_ok=True)
         with self._ballast.open("wb") as file:
             file.write(bytes(max(self.free() - size, 0)))

@@ -1,4 +1,4 @@
-"""What stands in README.md and the other documents: fenced blocks, and the messages that the package itself can say."""
+"""The fenced code blocks of the documentation, and all messages in the source of the package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*)\n(?P<text>.*?)^(?P=ind
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; ``before`` is the language of the block that stands directly before it, if one does."""
+    """A fenced block. ``before`` is the language of the block directly before it, if any."""
 
     document: str
     line: int
@@ -32,7 +32,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The lines of a shell session as they are run: continued ones joined, output and comments left out."""
+        """The commands of a shell session: continuation lines joined, without output and comments."""
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -53,7 +53,7 @@ def blocks_of(document: Path) -> list[Block]:
 
 
 def messages() -> list[str]:
-    """Every text in the package's source, with ``…`` in the place of what is filled in."""
+    """Every string in the package's source, with ``…`` in place of values."""
     found: list[str] = []
     for path in sorted((ROOT / "verl_rollout_skip").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

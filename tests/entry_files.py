@@ -1,4 +1,4 @@
-"""The files of a recorded entry, for tests that look at them or damage them."""
+"""The files of a recorded entry, for tests that read or damage them."""
 
 from __future__ import annotations
 

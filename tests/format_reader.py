@@ -1,6 +1,6 @@
-"""A reader of dumps that was written after docs/format.md and shares nothing with the package.
+"""A reader of dumps, written from docs/format.md, that shares no code with the package.
 
-It knows what the tests record: the forms of numbers that verl's rollouts have, and cells of JSON, tensors and images.
+It supports what the tests record: the number encodings of verl's rollouts, and cells of JSON, tensors and images.
 Everything is read into lists.
 """
 
@@ -24,11 +24,11 @@ _INPUT_LENGTHS = ("input_length", "input_response_length")
 
 
 class DamagedError(Exception):
-    """A file is not as it was written."""
+    """A file has changed since it was written."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A manifest, recording or record, if its checksum is right."""
+    """Read a manifest, training or record, and check its checksum."""
     data = path.read_bytes()
     body, _, end = data.rpartition(b',\n  "checksum": "')
     if end != xxhash.xxh3_128(body + b"\n}").hexdigest().encode() + b'"\n}\n':
@@ -53,7 +53,7 @@ def _whole(value: Any) -> Any:
 
 
 def variants(dump_dir: Path) -> dict[Path, dict[str, Any]]:
-    """The manifests below a dump_dir by variant folder."""
+    """The manifests below a dump_dir, by variant folder."""
     return {path.parent: read_json(path) for path in sorted(dump_dir.glob("*/*/manifest.json"))}
 
 
@@ -142,7 +142,7 @@ class Rollout:
         return digest.hexdigest()
 
     def prompt_digests(self) -> list[str]:
-        """One digest for each row of an input without tensors."""
+        """One digest per row of an input without tensors."""
         objects = sorted(self.description["input"]["objects"], key=lambda item: item["path"])
         digests = [xxhash.xxh3_128() for _ in self.column("skip__prompt_digest")]
         for item in objects:
@@ -153,7 +153,7 @@ class Rollout:
         return [digest.hexdigest() for digest in digests]
 
     def identity(self) -> str:
-        """The digest of what a training learns from, for padded tensors."""
+        """The digest of the values that a training learns from, for padded tensors."""
         digest = xxhash.xxh3_128()
         for name in ("responses", "rm_scores"):
             rows = self.output.get(name)
@@ -184,7 +184,7 @@ class Part:
         return values
 
     def digested(self, name: str) -> list[tuple[bytes, int | None]]:
-        """What a column adds to the digest of the content: for each row its bytes, and its length if it has one."""
+        """The contribution of a column to the content digest: the bytes of each row, and its length if it has one."""
         kind, rows = self.table.schema.field(name).type, self.column(name)
         if name.startswith("skip__blobs_of__"):
             digests = [xxhash.xxh3_128(blob).digest() for blob in self.blobs]
@@ -234,7 +234,7 @@ class Part:
             return [_positions(item["rule"], spans, *row) for row in lengths]
         windows = [_window(item["window"], spans, *row) for row in lengths]
         if form == "mask":
-            return [[int(first <= place < last) for place in range(width)] for first, last, width in windows]
+            return [[int(first <= position < last) for position in range(width)] for first, last, width in windows]
         if form == "ragged" and item["axis"] == 0 and len(item["shape"]) == 1:
             rows = zip(self.column(item["column"]), windows, strict=True)
             pad = _pad(item)
@@ -255,8 +255,8 @@ def _window(window: str, spans: tuple[int, int], prompt: int, response: int) -> 
 
 
 def _positions(rule: str, spans: tuple[int, int], prompt: int, response: int) -> list[int]:
-    places = [max(place - (spans[0] - prompt), 0) for place in range(sum(spans))]
-    return [min(place, max(prompt + response - 1, 0)) for place in places] if rule == "counted" else places
+    positions = [max(position - (spans[0] - prompt), 0) for position in range(sum(spans))]
+    return [min(position, max(prompt + response - 1, 0)) for position in positions] if rule == "counted" else positions
 
 
 def _pad(item: dict[str, Any]) -> Any:
@@ -269,14 +269,14 @@ def _pad(item: dict[str, Any]) -> Any:
 
 
 def _bytes(values: list[Any], kind: pa.DataType) -> bytes:
-    """Numbers as they lie in memory."""
+    """The bytes of numbers in memory order."""
     if pa.types.is_boolean(kind):
         return bytes(values)
     return bytes(pa.array(values, kind).buffers()[1] or b"")
 
 
 def _cell(value: Any, blobs: list[bytes]) -> Any:
-    """A cell with tensors and images as tuples of what describes them, and their bytes."""
+    """A cell, with tensors and images as tuples of their description and their bytes."""
     if isinstance(value, list):
         return [_cell(item, blobs) for item in value]
     if not isinstance(value, dict):
@@ -296,7 +296,7 @@ def _cell(value: Any, blobs: list[bytes]) -> Any:
 
 
 def history(entries: list[Entry], step: int) -> str:
-    """What the training had learned from before a step, if it recorded all steps from the first."""
+    """The lineage of a step, for a training that recorded all steps from the first."""
     known = "start"
     for earlier in range(1, step):
         identities = [entry.rollout.identity() for entry in entries if entry.record["key"]["step"] == earlier]

@@ -1,9 +1,11 @@
-"""A small training as ``RolloutSkip`` sees it: a configuration with real files behind it, and an engine that counts."""
+"""A small training for ``RolloutSkip``: a configuration with real files, and an engine that counts its calls."""
 
 from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,15 @@ from verl import DataProto
 
 from tests.batches import rollout_input, rollout_output
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.outcome import Rollout
-from verl_rollout_skip.rollout import RolloutSkip
+from verl_rollout_skip.replay.results import Rollout
+from verl_rollout_skip.replay.rollout import RolloutSkip
 
 ROWS = 8
 RUN_NAME = "exp_proj_TrainGBS4__InferGBS4__N2"
 
 
 class Training:
-    """The files and settings of a training in a folder; ``open`` starts it with some of them changed."""
+    """The files and settings of a training in a folder. ``open`` starts it with changed settings."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +34,7 @@ class Training:
             path.write_text(content)
 
     def config(self, mode: str, skip: dict[str, Any] | None = None, **changes: Any) -> DictConfig:
-        """The whole configuration; ``changes`` are dotted keys with ``__`` for the dots."""
+        """The whole configuration. ``changes`` are keys with ``__`` instead of dots."""
         inputs = self.folder / "inputs"
         config = OmegaConf.create(
             {
@@ -63,7 +65,7 @@ class Training:
         return RolloutSkip.open(self.config(mode, skip, **changes))
 
     def record(self, *keys: RolloutKey, skip: dict[str, Any] | None = None, **changes: Any) -> None:
-        """Record rollouts for these keys, each with inputs of its own: those of ``inputs_of``."""
+        """Record rollouts for these keys, each with the inputs from ``inputs_of``."""
         with self.open("record", skip, **changes) as training:
             for key in keys:
                 training.step(key, inputs_of(key), Engine())
@@ -73,7 +75,7 @@ class Training:
 
 
 class Engine:
-    """Generates something else at each call, and counts."""
+    """Generates a different output in each call, and counts the calls."""
 
     def __init__(self, seed: int = 100) -> None:
         self.calls = 0
@@ -87,7 +89,7 @@ class Engine:
 
 
 def inputs_of(key: RolloutKey, uids: str = "today", rows: int = ROWS) -> DataProto:
-    """The prompts of a step as the dataloader gives them in every run, with uids that are new in each."""
+    """The prompts of a step: the same in every run, with new uids."""
     inputs = rollout_input(rows, seed=1000 * key.step + key.gen_batch)
     for row, index in enumerate(inputs.non_tensor_batch["index"]):
         inputs.non_tensor_batch["uid"][row] = f"{uids}-{key.step}-{index}"
@@ -96,23 +98,39 @@ def inputs_of(key: RolloutKey, uids: str = "today", rows: int = ROWS) -> DataPro
 
 
 def recorded_output(key: RolloutKey, training: Training) -> Rollout:
-    """What a replay of one step gives."""
+    """The output of one replayed step."""
     with training.open("replay", {"prompts": "recorded"}) as replay:
         return replay.step(key, inputs_of(key), never)
 
 
 def never(inputs: Any) -> Any:
-    """An engine that must not be asked."""
+    """An engine that must not be called."""
     raise AssertionError("generated although it should have been loaded")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its bytes."""
+    """The bytes of every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@contextmanager
+def unreachable(folder: Path) -> Iterator[None]:
+    """A folder that can be neither read nor written, as when an automount fails: a link to itself takes its place."""
+    moved = folder.with_name(f"{folder.name}.moved")
+    if folder.exists():
+        folder.rename(moved)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.symlink_to(folder)
+    try:
+        yield
+    finally:
+        folder.unlink()
+        if moved.exists():
+            moved.rename(folder)
+
+
 def without_timings(batch: DataProto) -> DataProto:
-    """A copy whose timings are gone, to compare rollouts of two runs."""
+    """A copy without timings, to compare the rollouts of two runs."""
     kept = copy.copy(batch)
     kept.meta_info = {key: value for key, value in batch.meta_info.items() if key != "timing"}
     return kept

@@ -1,4 +1,4 @@
-"""Real configurations of verl, composed by hydra as its entry point does, from the installed package or a wheel."""
+"""verl's real configurations, composed by hydra as in its entry point, from the installed package or a wheel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def installed_configs() -> Path:
 
 
 def compose_ppo(*overrides: str, folder: Path | None = None, name: str = "ppo_trainer") -> DictConfig:
-    """``ppo_trainer.yaml``, or another one, with overrides as on the command line."""
+    """Compose ``ppo_trainer.yaml``, or another file, with overrides as on the command line."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(folder or installed_configs()), version_base=None):
         return compose(name, overrides=["actor_rollout_ref.rollout.name=vllm", *overrides])

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 from verl_rollout_skip._version import __version__
 
 if TYPE_CHECKING:
-    from verl_rollout_skip.config import SkipConfig
+    from verl_rollout_skip.config.modes import Mode
+    from verl_rollout_skip.config.skip_config import SkipConfig
     from verl_rollout_skip.key import RolloutKey
-    from verl_rollout_skip.manifest import Manifest
-    from verl_rollout_skip.modes import Mode
-    from verl_rollout_skip.rollout import RolloutSkip
+    from verl_rollout_skip.replay.rollout import RolloutSkip
+    from verl_rollout_skip.runs.manifest import Manifest
     from verl_rollout_skip.store.store import RolloutStore
     from verl_rollout_skip.trainers.v0.mixin import RolloutSkipMixin
     from verl_rollout_skip.trainers.v0.trainers import SkipDAPOTrainer, SkipPPOTrainer
+    from verl_rollout_skip.trainers.v1.mixin import RolloutSkipMixin as RolloutSkipMixinV1
 
 __all__ = [
     "Manifest",
@@ -23,6 +24,7 @@ __all__ = [
     "RolloutKey",
     "RolloutSkip",
     "RolloutSkipMixin",
+    "RolloutSkipMixinV1",
     "RolloutStore",
     "SkipConfig",
     "SkipDAPOTrainer",
@@ -30,28 +32,30 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
-    "Manifest": "verl_rollout_skip.manifest",
-    "Mode": "verl_rollout_skip.modes",
-    "RolloutKey": "verl_rollout_skip.key",
-    "RolloutSkip": "verl_rollout_skip.rollout",
-    "RolloutSkipMixin": "verl_rollout_skip.trainers.v0.mixin",
-    "RolloutStore": "verl_rollout_skip.store.store",
-    "SkipConfig": "verl_rollout_skip.config",
-    "SkipDAPOTrainer": "verl_rollout_skip.trainers.v0.trainers",
-    "SkipPPOTrainer": "verl_rollout_skip.trainers.v0.trainers",
+_MODULES = {
+    "Manifest": "runs.manifest",
+    "Mode": "config.modes",
+    "RolloutKey": "key",
+    "RolloutSkip": "replay.rollout",
+    "RolloutSkipMixin": "trainers.v0.mixin",
+    "RolloutSkipMixinV1": "trainers.v1.mixin",
+    "RolloutStore": "store.store",
+    "SkipConfig": "config.skip_config",
+    "SkipDAPOTrainer": "trainers.v0.trainers",
+    "SkipPPOTrainer": "trainers.v0.trainers",
 }
-
+# Both trainer families call their mixin RolloutSkipMixin.
+_NAMES_THERE = {"RolloutSkipMixinV1": "RolloutSkipMixin"}
 _NEED_VERL = ("RolloutSkipMixin", "SkipDAPOTrainer", "SkipPPOTrainer")
 
 
 def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _NEED_VERL:
-        import_module("verl")  # first: it imports modules of the user, which may want these names as well
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import_module("verl")  # first: it imports the user's modules, which may import these names too
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), _NAMES_THERE.get(name, name))
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_MODULES])

@@ -1,4 +1,4 @@
-"""The errors of this package. Each message says what happened, why, and what to do."""
+"""The exceptions that this package raises. Each message says what happened, why, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class RolloutSkipError(Exception):
-    """Base of all errors of this package."""
+    """The base class of all errors in this package."""
 
 
 class ConfigError(RolloutSkipError, ValueError):
@@ -18,7 +18,7 @@ class ConfigError(RolloutSkipError, ValueError):
 
 
 class ManifestError(RolloutSkipError):
-    """A manifest is missing, damaged, edited, or of a later version."""
+    """A manifest is missing, damaged, edited, or in another version of the format."""
 
 
 class MismatchError(RolloutSkipError):
@@ -38,7 +38,7 @@ class InertError(RolloutSkipError):
 
 
 class StoreError(RolloutSkipError):
-    """A problem with a run folder or with an entry in it."""
+    """A problem with a store's folder or with an entry in it."""
 
 
 class EntryNotFoundError(StoreError, LookupError):
@@ -70,11 +70,15 @@ class EntryTooLargeError(StoreError):
 
 
 class UnsafePathError(StoreError):
-    """A path leads outside the run folder, through a symbolic link or something that is not a regular file."""
+    """A path could lead outside the store's folder: it contains a symbolic link, or is not a regular file."""
 
 
 class QueueError(RolloutSkipError):
-    """TransferQueue does not return the data of a rollout."""
+    """A rollout cannot be read from TransferQueue."""
+
+
+class TaskError(RolloutSkipError):
+    """A Ray task that reads or writes a slice of a rollout failed, even after it was retried."""
 
 
 class DumpError(StoreError):
@@ -108,4 +112,4 @@ class ChangedBatchError(DumpError):
 
 
 class DiskLimitError(DumpError):
-    """Writing the rollout would make the run folder larger than ``max_disk``."""
+    """Writing the rollout would make the store's folder larger than ``max_disk``."""

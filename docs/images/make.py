@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/report.md: a recording that looks like a real one, its report, and Chromium.
+"""Creates the screenshots for docs/report.md from a synthetic recording.
 
 Run it from the root of the checkout: ``python -m docs.images.make``. Chromium must be installed.
 """
@@ -20,8 +20,8 @@ from verl_rollout_skip.report import build_report, write_report
 HERE = Path(__file__).resolve().parent
 STEPS = range(1, 61)
 VARIANT = "27c2eee4d2ee"
-SHOWN = {"run": "made-up-arithmetic", "variant": VARIANT, "path": f"/data/dumps/made-up-arithmetic/{VARIANT}"}
-FACTS = {"model": "/models/made-up", "tokenizer": f"{SHOWN['path']}/tokenizer"}
+SHOWN = {"run": "synthetic-arithmetic", "variant": VARIANT, "path": f"/data/dumps/synthetic-arithmetic/{VARIANT}"}
+FACTS = {"model": "/models/synthetic", "tokenizer": f"{SHOWN['path']}/tokenizer"}
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def make_report(folder: Path) -> Path:
-    """The report of sixty made-up steps, with times as a training might have them."""
+    """A report of sixty synthetic steps with plausible times."""
     training, tokenizer = make_training(folder)
     variant = record(training, tokenizer, STEPS[:1])
     rng = np.random.default_rng(0)
@@ -64,7 +64,7 @@ def make_report(folder: Path) -> Path:
 
 
 def save(page: Page, name: str) -> None:
-    """A small file: a page of text and lines has few colours."""
+    """Save with a small palette, because the page has few colors."""
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     picture.quantize(128, dither=Image.Dither.NONE).save(HERE / name, optimize=True)
 

@@ -30,7 +30,7 @@ class CPUEngineWithLMHead(_OnCPU, FSDPEngineWithLMHead):
 
 @EngineRegistry.register(model_type="value_model", backend="fsdp2", device="cpu")
 class CPUEngineWithValueHead(_OnCPU, FSDPEngineWithValueHead):
-    """Critic. verl always loads it with flash_attention_2, whatever the configuration says."""
+    """Critic. verl always loads it with flash_attention_2 and ignores the configuration."""
 
     def _build_module(self) -> torch.nn.Module:
         config = self.model_config.hf_config

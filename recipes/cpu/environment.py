@@ -21,7 +21,7 @@ TRACE_VARIABLE = "CPU_ROLLOUT_TRACE"
 def cpu_environment(assets: str | os.PathLike[str] | None = None) -> dict[str, str]:
     """The variables to add to ``os.environ``; ``assets`` is the folder that ``make_assets`` created."""
     variables = {
-        # verl's device, and the module that provides it; every process that imports verl imports it.
+        # verl's device, and the module that provides it, which every process that imports verl also imports.
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": _with("recipes.cpu.plugin", "VERL_USE_EXTERNAL_MODULES", ","),
         "PYTHONPATH": _with(str(REPOSITORY), "PYTHONPATH", os.pathsep),
@@ -35,6 +35,9 @@ def cpu_environment(assets: str | os.PathLike[str] | None = None) -> dict[str, s
         "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_DEDUP_LOGS": "0",
+        # vLLM's model runs in its scheduler's process (distributed_executor_backend=uni), on any core.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         **_QUIET,
     }
     if assets is not None:
@@ -42,11 +45,12 @@ def cpu_environment(assets: str | os.PathLike[str] | None = None) -> dict[str, s
     return variables
 
 
-# Turns off Ray's deprecation messages, warnings about missing GPUs, and progress bars for loading a tiny model.
+# Turns off deprecation messages, usage statistics, warnings about missing GPUs, and progress bars for a tiny model.
 _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
 }

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import time
 from collections.abc import Iterator
 
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
-_ENGINE = "ray::CPUServer"
+_ENGINES = re.compile(r"(?:ray|VLLM)::(CPUServer|vLLMHttpServer|EngineCore)")
 
 
 class Usage:
-    """CPU, memory and inference servers of a process and its descendants, sampled while it runs."""
+    """CPU, memory and engine processes of a process and its descendants, sampled while it runs."""
 
     def __init__(self, pid: int, memory_interval: float = 2.0) -> None:
         self.peak_bytes = 0
-        self.engine = False
+        self.engines: set[str] = set()
         self._pid = pid
         self._cpu_seconds: dict[int, float] = {}
         self._memory_interval = memory_interval
@@ -37,7 +38,8 @@ class Usage:
             with contextlib.suppress(psutil.Error):  # it has just ended
                 times = process.cpu_times()
                 self._cpu_seconds[process.pid] = times.user + times.system
-                self.engine = self.engine or _ENGINE in " ".join(process.cmdline())
+                if engine := _ENGINES.match(" ".join(process.cmdline())):
+                    self.engines.add(engine[1])
                 total += process.memory_full_info().pss if with_memory else 0
         if with_memory:
             self.peak_bytes = max(self.peak_bytes, total)

@@ -1,4 +1,4 @@
-"""The rollout backend named "cpu": how verl starts its servers and sends them the actor's weights."""
+"""The rollout backend named "cpu": starts its servers and sends them the actor's weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def server_name(rank: int) -> str:
 
 
 async def _ordinal_of_first_server(version: Version, request: str) -> int:
-    """All replicas share one counter, so that it does not matter which of them gets a request."""
+    """All replicas share one counter, so it does not matter which of them gets a request."""
     return await ray.get_actor(server_name(0)).ordinal.remote(version, request)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from recipes.cpu.environment import REPOSITORY, TRACE_VARIABLE, cpu_environment
 
-# Metrics that depend on machine and time: all others must be the same in two runs of the same training.
+# Metrics that depend on the machine and on time. All others must be the same in two runs of a training.
 _MEASURED = re.compile(r"timing_|perf/|.*/perf/|.*mfu|rollout_skip/")
 
 
@@ -51,8 +51,11 @@ class TrainingRun:
         name = "rollout_skip/hit"
         return [step for step, values in self.metrics().items() if values.get(name, values.get(f"timing_s/{name}"))]
 
-    def trace(self, kind: str) -> list[int]:
-        """The weight version of each time the engine did something (``generate``, ``sync``)."""
+    def trace(self, kind: str) -> list[int | None]:
+        """The weight version at each event of the engine (``generate``, ``sync``).
+
+        vLLM's workers trace only syncs, and do not know the version.
+        """
         events = [
             json.loads(line)
             for file in sorted((self.folder / "trace").glob("*.jsonl"))
@@ -88,14 +91,21 @@ def arguments(folder: Path, config: str) -> list[str]:
 
 
 def start(
-    module: str, config: str, folder: Path, assets: Path, overrides: list[str], options: tuple[str, ...] = ()
+    module: str,
+    config: str,
+    folder: Path,
+    assets: Path,
+    overrides: list[str],
+    options: tuple[str, ...] = (),
+    python: str = sys.executable,
 ) -> subprocess.Popen[bytes]:
     """Start a recipe; its output goes to the file ``log`` in its folder.
 
-    Ctrl-C in the terminal does not reach it; the caller must end it. ``options`` are for Hydra itself.
+    Ctrl-C in the terminal does not reach it; the caller must end it. ``options`` are for Hydra itself;
+    ``python`` may be the interpreter of another environment.
     """
     environment = prepare(folder, assets)
-    command = [sys.executable, "-m", module, *options, *arguments(folder, config), *overrides]
+    command = [python, "-m", module, *options, *arguments(folder, config), *overrides]
     with open(folder / "log", "wb") as log:
         return subprocess.Popen(
             command,

@@ -7,18 +7,15 @@ starts quickly; the results look like verl's TokenOutput.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from recipes.cpu.environment import TRACE_VARIABLE
+from recipes.cpu import trace
 from recipes.cpu.sampling import SamplingParams, fingerprint, next_token, seed_of
 
 logger = logging.getLogger(__name__)
@@ -132,7 +129,7 @@ class CPUServer:
         self.requests = 0
         self._ordinals = Ordinals()
         self._ordinal = ordinal or self.ordinal
-        self._trace = _trace_file(rank)
+        self._trace = trace.trace_file(f"server_{rank}")
 
     async def generate(
         self,
@@ -153,7 +150,7 @@ class CPUServer:
         seed = seed_of(self.config.seed, self.version, request, ordinal)
         tokens, log_probs = self.generator.generate(prompt_ids, params, torch.Generator().manual_seed(seed))
         self.requests += 1
-        self._write("generate", self.requests)
+        trace.write(self._trace, "generate", self.version, self.requests)
         return Generation(
             token_ids=tokens,
             log_probs=log_probs if params.logprobs else None,
@@ -166,7 +163,7 @@ class CPUServer:
         room = config.max_model_len - len(prompt_ids)
         if room < 1:
             raise ValueError(
-                f"the prompt has {len(prompt_ids)} tokens and max_model_len is {config.max_model_len}: "
+                f"the prompt has {len(prompt_ids)} tokens, but max_model_len is {config.max_model_len}: "
                 "there is no room for a response. Shorten the prompt or raise rollout.max_model_len"
             )
         total = config.prompt_length + config.response_length
@@ -178,15 +175,15 @@ class CPUServer:
         self.generator.load(weights)
         self.version = version
         self.versions.append(version)
-        self._write("sync", len(self.versions))
+        trace.write(self._trace, "sync", version, len(self.versions))
         logger.info("server %d has the weights of step %s", self.rank, version)
 
     async def ordinal(self, version: Version, request: str) -> int:
-        """How often the same request was made before with these weights, over all servers."""
+        """How often the same request was made before with these weights, across all servers."""
         return self._ordinals.next(version, request)
 
     async def counts(self) -> dict[str, Any]:
-        """What this server has done so far."""
+        """Counts of the requests and weight syncs of this server."""
         return {
             "requests": self.requests,
             "syncs": len(self.versions),
@@ -194,21 +191,8 @@ class CPUServer:
             "versions": list(self.versions),
         }
 
-    def _write(self, kind: str, number: int) -> None:
-        if self._trace is not None:
-            with self._trace.open("a") as file:
-                file.write(json.dumps({"kind": kind, "version": self.version, "number": number}) + "\n")
-
     async def _nothing(self, *_: Any, **__: Any) -> None:
         """Nothing to do: there is no cache to free, and no request is unfinished when another call arrives."""
 
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
     abort_all_requests = resume_generation = start_profile = stop_profile = _nothing
-
-
-def _trace_file(rank: int) -> Path | None:
-    folder = os.environ.get(TRACE_VARIABLE)
-    if not folder:
-        return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder) / f"server_{rank}_{os.getpid()}.jsonl"

@@ -1,4 +1,4 @@
-"""The model and data of the end-to-end tests, made once, and a starter of trainings for each module."""
+"""Fixtures of the end-to-end tests: the model and data, made once, and a starter of trainings per module."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def trainings(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Trainin
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the recording of a module is, on which its tests train again."""
+    """The folder with the recording of a module, from which its tests train again."""
     return tmp_path_factory.mktemp("dumps")

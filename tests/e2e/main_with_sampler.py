@@ -1,4 +1,4 @@
-"""The PPO recipe with a sampler of the user's own: from the end of the data to its beginning."""
+"""The PPO recipe with a custom sampler that goes from the end of the data to its beginning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another reward for the arithmetic task: whether the answer has the right parity."""
+"""Another reward for the arithmetic task: whether the answer has the correct parity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``SkipDAPOTrainer`` in real trainings whose steps take several generation batches."""
+"""``SkipDAPOTrainer`` in real trainings whose steps need several generation batches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_replay_of_every_generation_batch_is_the_recorded_training_to_the_last
 
 
 @pytest.mark.slow
-def test_killed_within_a_step_it_goes_on_and_ends_as_if_it_had_not_been(
+def test_a_training_killed_during_a_step_continues_and_ends_as_if_it_had_not_been_killed(
     trainings: Trainings, recorded: Finished, tmp_path: Path
 ) -> None:
     several = next(step for step, count in gen_batches(recorded).items() if count >= 2)
@@ -70,7 +70,7 @@ def test_killed_within_a_step_it_goes_on_and_ends_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
-def test_resumed_from_a_checkpoint_it_finds_the_generation_batches_of_its_steps(
+def test_a_training_resumed_from_a_checkpoint_finds_the_generation_batches_of_its_steps(
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
     resumed = trainings.run(
@@ -103,7 +103,7 @@ def test_another_reward_function_scores_the_recorded_responses_and_filters_by_th
     own = shutil.copytree(dumps, tmp_path / "dumps")
     parity = f"reward.custom_reward_function.path={parity_reward.__file__}"
     other = trainings.run(DAPO, "other-reward", *SETTINGS, *skip("cache", own), RECOMPUTE, parity)
-    assert any("the reward is another one than it was recorded with" in text for text in other.messages)
+    assert any("are scored again with a different reward" in text for text in other.messages)
     assert other.timing("rollout_skip/hit")[1] > 0
     for row in rows(other):
         expected = parity_reward.compute_score("", row["output"], row["gts"])

@@ -1,4 +1,4 @@
-"""``SkipPPOTrainer`` in real GRPO trainings: recorded once, then trained again from the dumps in the ways users do."""
+"""``SkipPPOTrainer`` in real GRPO trainings: recorded once, then trained again from the dumps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.cpu import runs
 from recipes.cpu.assets import make_assets
 from recipes.cpu.environment import cpu_environment
 from tests.disks import Disk, mount
@@ -27,7 +25,7 @@ from tests.e2e.training import (
     Trainings,
     assert_same_results,
     assert_same_weights,
-    run_process,
+    resume,
     skip,
     variant_in,
 )
@@ -38,7 +36,6 @@ STEPS = 4
 ROWS = 8 * 4
 GRPO = (f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2")
 ENGINE = {"CPUServer", "AgentLoopWorker"}
-ROLLOUT_SKIP = Path(sys.executable).parent / "rollout-skip"
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +47,6 @@ def recorded(trainings: Trainings, dumps: Path) -> Finished:
 def own_dumps(recorded: Finished, dumps: Path, tmp_path: Path) -> Path:
     """A copy of the dumps for a test that changes them."""
     return shutil.copytree(dumps, tmp_path / "dumps")
-
-
-def resume(arguments: list[str], folder: Path, assets: Path) -> Finished:
-    """``rollout-skip resume`` in another working directory, with everything that it writes below ``folder``."""
-    environment = runs.prepare(folder, assets)
-    return run_process([str(ROLLOUT_SKIP), "resume", *arguments], folder, environment, cwd=folder)
 
 
 def test_the_same_training_again_generates_nothing_and_is_the_same_to_the_last_bit(
@@ -71,7 +62,7 @@ def test_the_same_training_again_generates_nothing_and_is_the_same_to_the_last_b
     assert_same_results(recorded, again)
     assert_same_weights(recorded, again, STEPS)
     assert f"{STEPS} loaded" in again.summary
-    assert f"0 weight syncs, {STEPS + 1} spared" in again.summary
+    assert f"0 weight syncs, {STEPS + 1} skipped" in again.summary
 
 
 def test_a_replay_starts_no_engine_and_is_the_recorded_training_to_the_last_bit(
@@ -89,7 +80,7 @@ def test_a_replay_starts_no_engine_and_is_the_recorded_training_to_the_last_bit(
 def test_the_printed_command_continues_an_unfinished_recording_that_was_moved(
     trainings: Trainings, recorded: Finished, dumps: Path, own_dumps: Path, tmp_path: Path
 ) -> None:
-    """The dumps are elsewhere now, as are the model and the data, and the last two steps were never recorded."""
+    """The dumps, the model and the data were moved, and the last two steps were never recorded."""
     store = RolloutStore(variant_in(own_dumps))
     for step in (3, 4):
         store.delete(RolloutKey(step))
@@ -150,13 +141,13 @@ def test_a_manifest_continues_from_a_checkpoint_and_refuses_another_model(
     other = make_assets(tmp_path / "other-model", seed=5).folder
     refused = resume([manifest, f"actor_rollout_ref.model.path={other}/model"], tmp_path / "refused", other)
     assert refused.exit_code == 2
-    assert "made with other settings" in refused.log
+    assert "recorded with different settings" in refused.log
     assert "actor_rollout_ref.model.path" in refused.log
 
 
 @pytest.mark.slow
 def test_recording_changes_nothing(trainings: Trainings, recorded: Finished) -> None:
-    """verl's own trainer computes the same, also with responses that finish in another order."""
+    """verl's own trainer computes the same, even if responses finish in a different order."""
     plain = trainings.run(VERL_V0, "verl", *GRPO, TWO_AGENT_LOOPS)
     assert recorded.hits() == []
     assert plain.trace("generate") == recorded.trace("generate")
@@ -167,7 +158,7 @@ def test_recording_changes_nothing(trainings: Trainings, recorded: Finished) -> 
 
 
 @pytest.mark.slow
-def test_two_workers_and_another_learning_rate_train_on_the_same_rows_and_the_difference_is_told(
+def test_two_workers_and_another_learning_rate_train_on_the_same_rows_and_the_log_says_what_differs(
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
     other = trainings.run(
@@ -182,7 +173,7 @@ def test_two_workers_and_another_learning_rate_train_on_the_same_rows_and_the_di
     assert other.hits() == [1, 2, 3, 4]
     assert other.trace("generate") == []
     assert other.rollout_data() == recorded.rollout_data()
-    (layout,) = [text for text in other.messages if "another layout" in text]
+    (layout,) = [text for text in other.messages if "a different layout" in text]
     assert "world_size: 1 → 2" in layout
     (training,) = [text for text in other.messages if "off-policy from the second step on" in text]
     assert "actor_rollout_ref.actor.optim.lr: 0.001 → 0.0005" in training
@@ -190,7 +181,7 @@ def test_two_workers_and_another_learning_rate_train_on_the_same_rows_and_the_di
 
 
 @pytest.mark.slow
-def test_recorded_prompts_replace_those_of_a_sampler_of_the_users_own(
+def test_recorded_prompts_replace_those_of_a_custom_sampler(
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
     other_order = replace(PPO, module="tests.e2e.main_with_sampler")
@@ -201,7 +192,7 @@ def test_recorded_prompts_replace_those_of_a_sampler_of_the_users_own(
 
 
 @pytest.mark.slow
-def test_a_broken_entry_and_a_full_disk_are_told_and_the_training_goes_on(
+def test_a_broken_entry_and_a_full_disk_are_reported_and_the_training_continues(
     trainings: Trainings, recorded: Finished, dumps: Path, tmp_path: Path
 ) -> None:
     with mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path):
@@ -245,7 +236,7 @@ def mounted(*arguments: object) -> Iterator[None]:
 def test_a_recording_made_with_vllm_replays_where_vllm_is_not_installed(
     trainings: Trainings, recorded: Finished, dumps: Path, tmp_path: Path
 ) -> None:
-    """The rollouts are those of the CPU engine; the recording says that vLLM made them."""
+    """The CPU engine generated the rollouts, but the recording says that vLLM did."""
     assert importlib.util.find_spec("vllm") is None
     as_vllm = ("actor_rollout_ref.rollout.name=vllm", *GRPO)
     variables = cpu_environment(trainings.assets)

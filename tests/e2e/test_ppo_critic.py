@@ -1,4 +1,4 @@
-"""PPO with a critic, a reference policy and validation, which make other demands on a step than GRPO."""
+"""PPO with a critic, a reference policy and validation, which need more of a step than GRPO."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GAE = (
 
 
 @pytest.mark.slow
-def test_a_recorded_training_repeats_while_its_validation_is_generated_with_the_weights_of_its_time(
+def test_a_recorded_training_repeats_while_its_validation_is_generated_with_the_right_weights(
     trainings: Trainings, dumps: Path
 ) -> None:
     recorded = trainings.run(PPO, "record", *GAE, *skip("record", dumps))

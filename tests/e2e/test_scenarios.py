@@ -1,4 +1,4 @@
-"""docs/scenarios.md and docs/quickstart.md, run as they stand."""
+"""docs/scenarios.md and docs/quickstart.md, run as written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIVATE = "source .venv/bin/activate"
 
 
 def run_document(name: str, folder: Path, env: Mapping[str, str]) -> list[str]:
-    """Run all blocks of bash in a document in one shell, with ``/tmp`` elsewhere; returns what each of them printed."""
+    """Run all bash blocks of a document in one shell, with another ``/tmp``, and return the output of each."""
     lines = ["set -euo pipefail"]
     blocks = [block for block in blocks_of(ROOT / name) if block.language == "bash"]
     assert blocks[0].text.startswith(ACTIVATE), "the environment is what everything begins with"

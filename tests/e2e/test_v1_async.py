@@ -1,4 +1,4 @@
-"""Asynchronous V1 trainings: what was sampled, with weights of several ages, is sampled again in a replay."""
+"""Asynchronous V1 trainings: a replay samples the recorded batches, which several versions of weights generated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 # verl's replay buffer instead of the one of recipes/cpu: trajectories come as they finish.
 OWN_BUFFER = "trainer.v1.sampler.custom_sampler.path=null"
-COMMON = (f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", OWN_BUFFER)
+# Ray tasks move the samples, in many parts.
+TASKS = ("+rollout_skip.tasks=on", "+rollout_skip.part_bytes=4000")
+COMMON = (f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", OWN_BUFFER, *TASKS)
 COLOCATE = (
     "algorithm.adv_estimator=gae",
     "algorithm.use_kl_in_reward=True",
@@ -59,6 +61,7 @@ def test_a_replay_without_servers_is_the_recorded_training_to_the_last_bit(
     )
     keys = RolloutStore(variant_in(tmp_path)).keys()
     assert keys == [RolloutKey(step, update) for step in range(1, STEPS + 1) for update in range(updates)]
+    assert all(len(RolloutStore(variant_in(tmp_path)).record(key).parts) > 2 for key in keys)
     staleness = "training/off_policy/trajectory_staleness/max"
     assert [recorded.results()[step][staleness] for step in range(1, STEPS + 1)] == [0, 1, 1]
     resume = f"trainer.resume_from_path={recorded.folder}/checkpoints/global_step_{start - 1}"

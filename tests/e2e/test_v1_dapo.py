@@ -1,4 +1,4 @@
-"""DAPO on V1: ``algorithm.filter_groups`` with verl's own entry point; a step draws more prompts than it keeps."""
+"""DAPO in V1: ``algorithm.filter_groups`` with verl's entry point; a step draws more prompts than it keeps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def recorded(trainings: Trainings, dumps: Path) -> Finished:
 
 
 def test_recording_changes_nothing(trainings: Trainings, recorded: Finished) -> None:
-    """verl's own trainer computes the same, also with responses that finish in another order."""
+    """verl's own trainer computes the same, even if responses finish in a different order."""
     plain = trainings.run(VERL_V1, "verl", *DAPO, TWO_AGENT_LOOPS)
     assert sorted(recorded.trace("generate")) == sorted(plain.trace("generate"))
     assert len(recorded.trace("generate")) > STEPS * PROMPTS * SAMPLES, "no group was filtered and replaced"
@@ -47,7 +47,7 @@ def test_recording_changes_nothing(trainings: Trainings, recorded: Finished) -> 
     assert_same_weights(plain, recorded, STEPS)
 
 
-def test_a_replay_repeats_what_was_kept_and_reports_what_was_filtered(
+def test_a_replay_trains_on_the_kept_groups_and_reports_the_filtered_ones(
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
     replayed = trainings.run(VERL_V1, "replay", *DAPO, *skip_v1("replay", dumps))
@@ -58,7 +58,7 @@ def test_a_replay_repeats_what_was_kept_and_reports_what_was_filtered(
     assert any(metrics.get(evicted) for metrics in replayed.results().values())
 
 
-def test_a_missing_step_is_generated_from_the_prompts_and_weights_of_its_time(
+def test_a_missing_step_is_generated_from_its_own_prompts_with_the_right_weights(
     trainings: Trainings, recorded: Finished, dumps: Path, tmp_path: Path
 ) -> None:
     own = shutil.copytree(dumps, tmp_path / "dumps")

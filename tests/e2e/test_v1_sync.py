@@ -50,6 +50,21 @@ def test_a_replay_starts_no_engine_and_is_the_recorded_training_to_the_last_bit(
 
 
 @pytest.mark.slow
+def test_tasks_record_and_replay_it_in_many_parts_to_the_last_bit(
+    trainings: Trainings, recorded: Finished, tmp_path: Path
+) -> None:
+    tasks = ("+rollout_skip.tasks=on", "+rollout_skip.part_bytes=4000")
+    by_tasks = trainings.run(VERL_V1, "record-by-tasks", *GRPO, *skip_v1("record", tmp_path), *tasks)
+    store = RolloutStore(variant_in(tmp_path))
+    assert all(len(store.verify(RolloutKey(step)).parts) > 3 for step in range(1, STEPS + 1))
+    replayed = trainings.run(VERL_V1, "replay-by-tasks", *GRPO, *skip_v1("replay", tmp_path), *tasks)
+    assert replayed.hits() == [1, 2, 3]
+    for training in (by_tasks, replayed):
+        assert_same_results(recorded, training)
+        assert_same_weights(recorded, training, STEPS)
+
+
+@pytest.mark.slow
 def test_validation_is_generated_with_its_own_weights_while_the_steps_are_loaded(
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
@@ -69,7 +84,7 @@ def test_validation_is_generated_with_its_own_weights_while_the_steps_are_loaded
 
 
 @pytest.mark.slow
-def test_a_killed_training_goes_on_from_its_dumps_and_ends_like_one_that_was_not_killed(
+def test_a_killed_training_continues_from_its_dumps_and_ends_as_if_it_had_not_been_killed(
     trainings: Trainings, recorded: Finished, tmp_path: Path
 ) -> None:
     settings = (*GRPO, *skip_v1("cache", tmp_path))
@@ -105,18 +120,18 @@ def test_recorded_responses_are_scored_again_as_generated_ones_would_be(
 
 
 @pytest.mark.slow
-def test_forgetting_the_trainer_mode_is_an_error_and_not_a_training_that_skips_nothing(
+def test_forgetting_the_trainer_mode_is_an_error_and_not_a_training_that_records_nothing(
     trainings: Trainings, tmp_path: Path
 ) -> None:
     failed = trainings.run(VERL_V1, "forgotten", *GRPO, *skip_v1("cache", tmp_path, "sync"), fails=True)
-    assert "rollout_skip.mode is 'cache', and PPOTrainerSync knows nothing of recorded rollouts" in failed.log
+    assert "rollout_skip.mode is 'cache', but PPOTrainerSync does not support recorded rollouts" in failed.log
     assert "Set trainer.v1.trainer_mode=skip_sync." in failed.log
     assert failed.metrics() == {}
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_the_fully_asynchronous_trainer_refuses_before_ray_starts(assets: Path, tmp_path: Path) -> None:
+def test_the_fully_asynchronous_trainer_is_rejected_before_ray_starts(assets: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -128,5 +143,5 @@ def test_the_fully_asynchronous_trainer_refuses_before_ray_starts(assets: Path, 
     environment = {**cpu_environment(assets), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode != 0
-    assert "fully_async_policy knows nothing of recorded rollouts" in done.stderr
+    assert "fully_async_policy does not support recorded rollouts" in done.stderr
     assert "Started a local Ray instance" not in done.stderr

@@ -1,12 +1,15 @@
-"""Real trainings for the end-to-end tests: verl on Ray with FSDP2 and the engine of recipes/cpu, as processes."""
+"""Real trainings for the end-to-end tests: verl on Ray with FSDP2 and an engine of recipes/cpu, in processes."""
 
 from __future__ import annotations
 
+import fcntl
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 400
 # Ray waits 30 s for its own processes, which a busy machine may exceed.
 RAY_GAVE_UP = "The current node timed out during startup."
+ROLLOUT_SKIP = Path(sys.executable).parent / "rollout-skip"
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class EntryPoint:
     settings: tuple[str, ...]
     options: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    python: str = sys.executable
 
 
 PPO = EntryPoint("recipes.ppo.main_ppo", "ppo_cpu", ("trainer.use_v1=False",))
@@ -44,7 +49,7 @@ TWO_AGENT_LOOPS = "actor_rollout_ref.rollout.agent.num_workers=2"
 
 
 def skip(mode: str, dumps: Path) -> tuple[str, ...]:
-    """The settings that record or replay with the V0 trainers."""
+    """The settings to record or replay with the V0 trainers."""
     return (f"rollout_skip.mode={mode}", f"rollout_skip.dump_dir={dumps}")
 
 
@@ -55,7 +60,7 @@ def skip_v1(mode: str, dumps: Path, trainer_mode: str = "skip_sync") -> tuple[st
 
 @dataclass(frozen=True)
 class Finished(runs.TrainingRun):
-    """What a training left behind, and the names of the Ray actors that were seen while it ran."""
+    """The results of a training, and the names of the Ray actors and engine processes that ran."""
 
     exit_code: int
     actors: frozenset[str] = frozenset()
@@ -94,11 +99,12 @@ class Finished(runs.TrainingRun):
 
 
 class Trainings:
-    """Starts trainings on the same model and data, each in a folder of its own."""
+    """Starts trainings on the same model and data with the same engine, each in its own folder."""
 
-    def __init__(self, folder: Path, assets: Path) -> None:
+    def __init__(self, folder: Path, assets: Path, engine: str = "cpu") -> None:
         self.folder = folder
         self.assets = assets
+        self.engine = engine
 
     def run(self, entry_point: EntryPoint, name: str, *settings: str, fails: bool = False) -> Finished:
         """Train to the end. ``fails``: the test is about the error with which it ends."""
@@ -119,19 +125,36 @@ class Trainings:
     ) -> Finished:
         folder = self.folder / name
         command = [
-            *(sys.executable, "-m", entry_point.module),
+            *(entry_point.python, "-m", entry_point.module),
             *entry_point.options,
             *runs.arguments(folder, entry_point.config),
+            f"cpu_engine={self.engine}",
             f"trainer.rollout_data_dir={folder}/rollout_data",
             *entry_point.settings,
             *settings,
         ]
         # Ray lowers the priority of its workers, and they are what a test waits for.
         env = {**runs.prepare(folder, self.assets), "RAY_worker_niceness": "0", **entry_point.env}
-        finished = run_process(command, folder, env, moment)
+        starts_vllm = self.engine == "vllm" and not any(setting.endswith("mode=replay") for setting in settings)
+        with alone() if starts_vllm else nullcontext():
+            finished = run_process(command, folder, env, moment)
         if finished.exit_code > 0 and RAY_GAVE_UP in finished.log and not name.endswith("-again-for-ray"):
             return self._run(entry_point, f"{name}-again-for-ray", settings, moment)
         return finished
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other test runs a training with vLLM, of which only one can run at a time: see recipes/cpu."""
+    with open(Path(tempfile.gettempdir()) / "verl-rollout-skip-test-vllm.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def resume(arguments: list[str], folder: Path, assets: Path) -> Finished:
+    """``rollout-skip resume`` in another working directory, with everything that it writes below ``folder``."""
+    environment = runs.prepare(folder, assets)
+    return run_process([str(ROLLOUT_SKIP), "resume", *arguments], folder, environment, cwd=folder)
 
 
 def run_process(
@@ -141,7 +164,7 @@ def run_process(
     moment: Callable[[Path], bool] = lambda _: False,
     cwd: Path = ROOT,
 ) -> Finished:
-    """Run a training until it ends, or until a moment at which it is killed."""
+    """Run a training until it ends or is killed."""
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, cwd=cwd, env=env, stdout=log, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + TIMEOUT
@@ -160,15 +183,18 @@ def run_process(
 
 
 def actors_of(process: subprocess.Popen[bytes]) -> set[str]:
-    """The classes of its Ray actors. Ray names their processes ``ray::CLASS``, or ``ray::CLASS.METHOD`` while busy."""
+    """The classes of its Ray actors, and vLLM's EngineCore.
+
+    Ray names processes ``ray::CLASS``, or ``ray::CLASS.METHOD`` while busy; vLLM names its own ``VLLM::EngineCore``.
+    """
     found = set()
     for member in family_of(process):
         try:
             title = " ".join(member.cmdline())
         except psutil.Error:
             continue
-        if title.startswith("ray::"):
-            found.add(re.split(r"[.\s]", title.removeprefix("ray::"))[0])
+        if name := re.match(r"(?:ray|VLLM)::([^.\s]+)", title):
+            found.add(name[1])
     return found
 
 
@@ -180,7 +206,7 @@ def family_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a training with all of its Ray processes, which outlive a killed driver for a while."""
+    """Kill a training and all of its Ray processes, which outlive a killed driver for a while."""
     if process.poll() is not None:
         return
     family = family_of(process)
@@ -194,7 +220,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def assert_same_results(one: Finished, other: Finished, steps: list[int] | None = None) -> None:
-    """Every metric but timings is equal to the last bit in both runs, step by step."""
+    """Every metric except timings is equal to the last bit in both runs, step by step."""
     left, right = one.results(), other.results()
     for step in steps if steps is not None else sorted({*left, *right}):
         keys = {*left.get(step, {}), *right.get(step, {})}

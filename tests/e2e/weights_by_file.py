@@ -22,7 +22,7 @@ BACKEND = "file"
 
 @CheckpointEngineRegistry.register(BACKEND)
 class WeightsByFile(CheckpointEngine):
-    """One file for each time that weights are sent; all workers are on one machine."""
+    """One file per weight sync; all workers are on one machine."""
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
         self.is_master = is_master

@@ -23,7 +23,7 @@ CALLS = ({"validate": True}, {"global_steps": 1}, {"global_steps": 2})
 
 
 def output(call: int) -> dict[str, Any]:
-    """The tensors and arrays that a generate call returns, as plain numpy."""
+    """The tensors and arrays that a generate call returns, as numpy arrays."""
     places = np.arange(ROWS * RESPONSE, dtype=np.int64).reshape(ROWS, RESPONSE)
     prompts = np.arange(ROWS * PROMPT, dtype=np.int64).reshape(ROWS, PROMPT) + 100
     scores = np.zeros((ROWS, RESPONSE), np.float32)
@@ -104,7 +104,7 @@ def config(**rollout: Any) -> Any:
 
 
 def run_calls(skip: Any, engine: Engine) -> None:
-    """Wrap the engine as the trainer does, and call it as a training with validation does."""
+    """Wrap the engine as the trainer does, and call it as in a training with validation."""
     skip.wrap_generate_sequences()
     for call, meta in enumerate(CALLS):
         engine.generate_sequences(data_proto(None, input_columns(call), dict(meta)))

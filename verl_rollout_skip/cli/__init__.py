@@ -1,4 +1,4 @@
-"""``rollout-skip``: look at recorded rollouts and check them, without verl and without a training."""
+"""``rollout-skip``: inspects, checks and manages recorded rollouts without verl or a training."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-PATH = click.Path(readable=False)  # unchecked: it may be a URL, and we report errors ourselves
-PATH_HELP = "a dump_dir, run folder, variant, or a step or file in it; a local path or a URL (s3://…)"
+PATH = click.Path(readable=False)  # not checked by Click, because it may be a URL
+PATH_HELP = "a dump_dir, run folder, variant, step folder or file; a local path or a URL (s3://…)"
 _JSON = f"{__name__}.json"
 
 
 @dataclass(frozen=True)
 class Result:
-    """A command's result: the data for ``--json``, a function that renders it for people, and the exit code."""
+    """The result of a command: the data for ``--json``, a function that prints it as text, and the exit code."""
 
     data: dict[str, Any]
     render: Callable[[Console, dict[str, Any]], None]
@@ -61,7 +61,7 @@ class Argument(click.Argument):
         self.help = help
 
 
-class Helpful(click.Command):
+class BaseCommand(click.Command):
     """Base of the program and its commands: colored help, and no error if the reader closes the pipe early."""
 
     context_class = Context
@@ -74,7 +74,7 @@ class Helpful(click.Command):
             raise click.exceptions.Exit(0) from None
 
 
-class Command(Helpful):
+class Command(BaseCommand):
     """A command whose function returns a ``Result``. ``invoke`` prints it and returns its exit code."""
 
     def __init__(self, *args: Any, examples: str, **attributes: Any) -> None:
@@ -87,7 +87,7 @@ class Command(Helpful):
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         with formatter.section("Arguments"):
-            formatter.write_dl([(one.metavar, one.help) for one in self.params if isinstance(one, Argument)])
+            formatter.write_dl([(param.metavar, param.help) for param in self.params if isinstance(param, Argument)])
         self.format_options(ctx, formatter)
         formatter.write_lines("Examples", self.examples)
 
@@ -99,7 +99,7 @@ class Command(Helpful):
 
 
 def wants_json() -> bool:
-    """Whether the current command was given ``--json``."""
+    """Whether ``--json`` was passed to the current command."""
     return bool(click.get_current_context().meta[_JSON])
 
 
@@ -111,8 +111,8 @@ def steps_option() -> Callable[[Any], Any]:
     return click.option("--steps", metavar="STEPS", help="only these training steps, e.g. 5 or 1,3-10")
 
 
-def tokenizer_option(default: str = "the recorded one, or the model's") -> Callable[[Any], Any]:
-    return click.option("--tokenizer", metavar="DIR", type=PATH, help=f"a tokenizer folder (default: {default})")
+def tokenizer_option(default: str = "the recorded tokenizer, or the model's") -> Callable[[Any], Any]:
+    return click.option("--tokenizer", metavar="DIR", type=PATH, help=f"tokenizer folder (default: {default})")
 
 
 def number_option(name: str, help: str, default: int | None = None) -> Callable[[Any], Any]:
@@ -121,12 +121,12 @@ def number_option(name: str, help: str, default: int | None = None) -> Callable[
 
 def _print(result: Result) -> None:
     """Print a result. A pipe that the reader closes early does not change the exit code."""
-    from verl_rollout_skip.cli.text import make_console
+    from verl_rollout_skip.cli.output import make_console
 
     try:
         if wants_json():
             # Infinities and NaN become strings, because JSON cannot represent them.
-            data = json.loads(json.dumps(result.data, default=_plain), parse_constant=str)
+            data = json.loads(json.dumps(result.data, default=_to_json), parse_constant=str)
             print(json.dumps(data, indent=2, ensure_ascii=False))
         else:
             result.render(make_console(), result.data)
@@ -136,9 +136,9 @@ def _print(result: Result) -> None:
 
 
 def _discard_output() -> None:
-    """Without this, the interpreter complains about the closed pipe at exit."""
+    """Redirect stdout to /dev/null, or the interpreter reports the closed pipe at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else repr(value)

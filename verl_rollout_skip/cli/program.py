@@ -1,4 +1,4 @@
-"""The program ``rollout-skip``: its commands, exit codes and one-line errors."""
+"""The program ``rollout-skip``: list of commands, exit codes, and errors as one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from click.shell_completion import shell_complete
 
 from verl_rollout_skip._version import __version__
-from verl_rollout_skip.cli.command import Formatter, Helpful
+from verl_rollout_skip.cli.command import BaseCommand, Formatter
 
 NAME = "rollout-skip"
 COMPLETE = "_ROLLOUT_SKIP_COMPLETE"
@@ -23,13 +23,13 @@ EXIT_CODES = {
     2: "the command failed; one line on standard error says why and what to do",
     130: "interrupted with Ctrl-C",
 }
-# Each is the ``command`` in the module of the same name, or in the module that _MODULES names.
+# Each command is the function ``command`` in the module commands/NAME.py, or in the module that _MODULES names.
 COMMANDS = {
-    "ls": "list runs, variants and what differs between them, and steps",
+    "ls": "list runs, variants and steps, and how variants differ",
     "show": "show the record and some samples of a rollout step",
     "stats": "show scores, lengths, pass rate and groups per step",
     "report": "write trends, groups and responses as one HTML file",
-    "view": "show the same in the browser, while a training records",
+    "view": "show the report in the browser while a training records",
     "diff": "compare two runs, variants or steps: settings, prompts, responses",
     "verify": "check every digest, record and manifest",
     "resume": "continue a training from its manifest",
@@ -51,7 +51,7 @@ rollout-skip show /data/dumps/RUN/VARIANT --step 2 --row 5
 rollout-skip verify /data/dumps --json           check everything, as JSON"""
 
 
-class Program(Helpful, click.Group):
+class Program(BaseCommand, click.Group):
     """Lists the commands without importing them; only the one that is run or completed is loaded."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.ERROR, format="rollout-skip: %(message)s")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an ASCII-only terminal is no reason to fail
+            stream.reconfigure(errors="replace")  # do not fail on an ASCII-only terminal
     # program.main() would treat a broken connection as a closed pipe and a truncated file as Ctrl-C.
     try:
         instruction = os.environ.get(COMPLETE)
@@ -98,28 +98,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rollout-skip: interrupted", file=sys.stderr)
         return 130
-    except Exception as error:  # any error of a file system or a library is one line for the user
+    except Exception as error:  # file systems and libraries raise anything; users get one line
         print(f"rollout-skip: error: {describe(error)}", file=sys.stderr)
         return 2
 
 
 def load_command(name: str) -> click.Command:
     """Import a command with its arguments."""
-    found = import_module(f"verl_rollout_skip.cli.{_MODULES.get(name, name)}").command
+    found = import_module(f"verl_rollout_skip.cli.commands.{_MODULES.get(name, name)}").command
     assert isinstance(found, click.Command)
     return found
 
 
 def describe(error: BaseException) -> str:
-    """An error as one line without control characters: errors quote untrusted names and files."""
-    from verl_rollout_skip.cli.text import clean
+    """Format an error as one line. Control characters are escaped, because errors quote untrusted names and files."""
+    from verl_rollout_skip.cli.output import escape_control
 
     if isinstance(error, OSError) and error.strerror:
         path = error.filename2 or error.filename
         text = f"{error.strerror}: {path}" if path else error.strerror
     elif isinstance(error, click.UsageError):
-        called = NAME if error.ctx is None else error.ctx.command_path
-        text = f"{error.format_message()} See {called} --help."
+        program_name = NAME if error.ctx is None else error.ctx.command_path
+        text = f"{error.format_message()} See {program_name} --help."
     else:
         text = str(error)
-    return clean(" ".join(text.split())) or type(error).__name__
+    return escape_control(" ".join(text.split())) or type(error).__name__

@@ -1,6 +1,6 @@
-"""Recorded rollouts as a page for people: ``build_report`` and ``write_report`` make a file, ``open_view`` a live view.
+"""Recorded rollouts as an HTML page: ``build_report`` and ``write_report`` write a file, ``open_view`` serves it.
 
-The page is one HTML document that loads nothing. Model output is hostile text and is never taken for markup.
+The page is self-contained. Model output is untrusted and is never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def open_view(
     port: int = 0,
     wanted: Callable[[RolloutKey], bool] = lambda key: True,
 ) -> ViewServer:
-    """A server for one variant folder on this machine's loopback; ``serve_forever`` runs it, ``close`` ends it.
+    """Create a server for one variant folder on the loopback interface.
 
-    ``port`` 0 takes any free one; ``url`` is the address with its token. ``wanted`` tells which rollout steps to show.
+    ``serve_forever`` runs it, ``close`` stops it, and ``url`` is its address including the token. ``port`` 0 selects
+    any free port. ``wanted`` decides which rollout steps are shown.
     """
     follower = Follower(OpenVariant.open(folder, tokenizer), sampling or Sampling(), wanted)
     return ViewServer(follower, port)

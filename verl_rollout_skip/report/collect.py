@@ -1,4 +1,4 @@
-"""All recorded rollout steps of a variant, read once and ready to be put into a page."""
+"""Reads the rollout steps of a variant into a ``Report``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from datetime import datetime, timezone
 from typing import Any
 
 from verl_rollout_skip._version import __version__
-from verl_rollout_skip.analysis import configured_limit
 from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.manifest import Manifest, read_manifest
 from verl_rollout_skip.report.entry_view import Counted, EntryView, EntryViews, Json, broken_view
 from verl_rollout_skip.report.sampling import Sampling
 from verl_rollout_skip.report.tokens import TokenTexts, find_token_texts
+from verl_rollout_skip.runs.manifest import Manifest, read_manifest
 from verl_rollout_skip.store.reader import EntryRecord, StoreReader
+from verl_rollout_skip.tools.stats import configured_limit
 
-# What would end the script element, or a line of JavaScript, or cannot be UTF-8.
+# Characters that could end the script element or a line of JavaScript, or that UTF-8 cannot encode.
 _UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 _FACTS = {
     "model": "actor_rollout_ref.model.path",
@@ -34,7 +34,7 @@ Progress = Callable[[list[RolloutKey]], Iterable[RolloutKey]]
 
 @dataclass(frozen=True)
 class OpenVariant:
-    """A variant folder that was opened to be looked at."""
+    """A variant folder with its manifest and tokenizer."""
 
     entries: StoreReader
     manifest: Manifest | None
@@ -43,7 +43,7 @@ class OpenVariant:
 
     @classmethod
     def open(cls, folder: str, tokenizer: str | None = None) -> OpenVariant:
-        """Read the manifest and find a tokenizer. A bad manifest is an error to show; the rollouts are still there."""
+        """Read the manifest and find a tokenizer. A damaged manifest is shown as a problem."""
         entries = StoreReader.at(folder)
         manifest, error = None, None
         try:
@@ -56,12 +56,12 @@ class OpenVariant:
         return EntryViews(self.entries, self.texts, sampling, configured_limit(self.manifest))
 
     def head(self, sampling: Sampling) -> Json:
-        """What the page says of the recording as a whole."""
+        """The metadata of the recording that the page shows at the top."""
         manifest, where = self.manifest, self.entries.storage.where().rstrip("/")
         parts = where.split("/")
         facts = [] if manifest is None else [[name, _setting(manifest, key)] for name, key in _FACTS.items()]
-        facts += [] if manifest is None else [["layout", _layout(manifest)], ["verl", manifest.versions.get("verl")]]
-        facts.append(["tokenizer", self.texts.source or f"none, token ids are shown: {self.texts.no_tokenizer}"])
+        facts += [] if manifest is None else [["layout", manifest.devices], ["verl", manifest.versions.get("verl")]]
+        facts.append(["tokenizer", self.texts.source or f"none, so token ids are shown: {self.texts.no_tokenizer}"])
         return {
             "run": parts[-2] if manifest is None and len(parts) > 1 else manifest.run_name if manifest else where,
             "variant": parts[-1],
@@ -79,7 +79,7 @@ class OpenVariant:
 
 @dataclass
 class Report:
-    """What a page shows: ``head`` of the recording, ``entries`` as JSON text, one for each rollout step."""
+    """The content of a page: ``head`` describes the recording, ``entries`` has the JSON text of each rollout step."""
 
     head: Json
     entries: list[str] = field(default_factory=list)
@@ -102,17 +102,17 @@ def build_report(
     tokenizer: str | None = None,
     progress: Progress = iter,
 ) -> Report:
-    """Read a variant folder (DUMP_DIR/RUN_NAME/VARIANT; a path or a URL) for a page.
+    """Read a variant folder (DUMP_DIR/RUN_NAME/VARIANT; a path or a URL) into a report.
 
-    ``keys`` are the rollout steps to read, all by default. ``tokenizer`` is a folder to use rather than the copy beside
-    the dumps. ``progress`` is called with the keys and must give them back one after another.
+    ``keys`` are the rollout steps to read, by default all. ``tokenizer`` is a folder to use instead of the recorded
+    tokenizer. ``progress`` wraps the keys in an iterator, for example a progress bar.
     """
     sampling = sampling or Sampling()
     variant = OpenVariant.open(folder, tokenizer)
     every = variant.entries.keys()
     wanted = every if keys is None else sorted(set(keys))
     if not wanted:
-        raise EntryNotFoundError(f"{variant.entries.storage.where()} holds no rollouts, so there is nothing to report.")
+        raise EntryNotFoundError(f"{variant.entries.storage.where()} contains no rollouts to report.")
     report = Report(variant.head(sampling))
     records: dict[RolloutKey, EntryRecord] = {}
     for key in wanted:
@@ -129,31 +129,32 @@ def build_report(
 
 
 def left_out(counted: Counted, sampling: Sampling, read: int, recorded: int, broken: int) -> list[str]:
-    """What the page does not show, in sentences."""
-    said = []
+    """Sentences that say what the page omits."""
+    notes = []
     if read < recorded:
-        said.append(f"{recorded - read:,} of {recorded:,} recorded rollout steps were not asked for.")
+        notes.append(f"{recorded - read:,} of {recorded:,} recorded rollout steps are not selected.")
     if broken:
-        said.append(f"{broken:,} of {read:,} rollout steps cannot be read; they are listed below and count nowhere.")
+        notes.append(f"{broken:,} of {read:,} rollout steps cannot be read. They are listed and not counted.")
     if counted.shown_groups < counted.groups:
-        said.append(
-            f"The charts and the table count all {counted.rows:,} responses. Of {counted.groups:,} groups "
-            f"{counted.shown_groups:,} are shown with text, chosen by prompt with seed {sampling.seed}."
+        notes.append(
+            f"The charts and the table count all {counted.rows:,} responses. {counted.shown_groups:,} of "
+            f"{counted.groups:,} groups are shown with text, selected by prompt with seed {sampling.seed}."
         )
     if counted.shown_responses < counted.shown_group_rows:
-        words = {1: "only the best response is", 2: "the best and the worst response are"}
-        chosen = words.get(sampling.responses, f"{sampling.responses} responses from the best to the worst are")
-        said.append(f"Of each group {chosen} shown with text.")
+        names = {1: "Only the best response", 2: "Only the best and the worst response"}
+        shown = names.get(sampling.responses, f"Only {sampling.responses} responses, from the best to the worst,")
+        verb = "is" if sampling.responses == 1 else "are"
+        notes.append(f"{shown} of each group {verb} shown with text.")
     if counted.cut_texts:
-        said.append(
-            f"{counted.cut_texts:,} texts of more than {sampling.tokens:,} tokens are shown with their beginning and "
-            "their end; searching finds only what is shown."
+        notes.append(
+            f"{counted.cut_texts:,} texts with more than {sampling.tokens:,} tokens are cut to their beginning and "
+            "their end. Search does not cover the omitted tokens."
         )
-    return said
+    return notes
 
 
 def script_json(value: Any) -> str:
-    """JSON that is safe inside a script element and in JavaScript, whatever text it holds."""
+    """JSON that is safe inside a script element and in JavaScript, even if it contains hostile text."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -163,8 +164,3 @@ def _setting(manifest: Manifest, key: str) -> Any:
     for name in key.split("."):
         node = node.get(name) if isinstance(node, dict) else None
     return node
-
-
-def _layout(manifest: Manifest) -> str | None:
-    nodes, devices = manifest.gpu_layout.get("nnodes"), manifest.gpu_layout.get("n_gpus_per_node")
-    return None if nodes is None or devices is None else f"{nodes} × {devices}"

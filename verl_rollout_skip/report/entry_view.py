@@ -1,6 +1,6 @@
-"""One recorded rollout step as the page shows it: statistics of all its rows, and some of its groups with their text.
+"""One recorded rollout step as JSON for the page: statistics of all rows, and some groups with their text.
 
-What is made here is JSON of plain values. It holds model output, which is hostile: the page inserts it as text only.
+The JSON contains model output, which is untrusted: the page inserts it only as text.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from verl_rollout_skip.analysis import StepColumns, StepStatistics, step_columns, step_statistics
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.report.sampling import Sampling, ranked_rows
 from verl_rollout_skip.report.tokens import Piece, TokenTexts
 from verl_rollout_skip.store.reader import PROMPT_DIGEST, EntryReader, StoreReader
-from verl_rollout_skip.trajectories import Trajectory, json_value, read_trajectories
+from verl_rollout_skip.tools.stats import StepColumns, StepStatistics, step_columns, step_statistics
+from verl_rollout_skip.tools.trajectories import Trajectory, json_value, read_trajectories
 
 Json = dict[str, Any]
 
@@ -30,7 +30,7 @@ _MAX_LOG_PROB = 9999
 
 @dataclass
 class Counted:
-    """What was read and what of it is shown."""
+    """How much was read, and how much of it is shown."""
 
     rows: int = 0
     groups: int = 0
@@ -46,7 +46,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class EntryView:
-    """A rollout step for the page. ``broken`` says why it cannot be read; then there is nothing else of it."""
+    """A rollout step for the page. ``broken`` is the reason if it cannot be read; then it has no data."""
 
     key: RolloutKey
     broken: str | None
@@ -55,7 +55,7 @@ class EntryView:
 
 
 class EntryViews:
-    """Makes the views of one variant's rollout steps."""
+    """Creates the views of a variant's rollout steps."""
 
     def __init__(self, entries: StoreReader, texts: TokenTexts, sampling: Sampling, response_limit: int | None) -> None:
         self._entries = entries
@@ -64,14 +64,14 @@ class EntryViews:
         self._limit = response_limit
 
     def view(self, key: RolloutKey, groups: int) -> EntryView:
-        """A rollout step with so many of its groups. One that cannot be read is a view that says so."""
+        """A rollout step with this many groups. If it cannot be read, the view says why."""
         try:
             return self._open(key).view(groups)
-        except Exception as error:  # bytes from outside can make anything fail, and one entry must not hide the others
+        except Exception as error:  # a damaged file can raise anything, and must not hide the other entries
             return broken_view(key, error)
 
     def more_groups(self, key: RolloutKey, start: int, count: int) -> Json:
-        """The groups of a step that follow those already shown, in the order of the sample."""
+        """The next groups of a step, in the order of the sample."""
         step = self._open(key)
         return {"groups": step.groups(step.order[start : start + count]), "vocabulary": step.vocabulary.json}
 
@@ -94,7 +94,7 @@ def broken_view(key: RolloutKey, error: BaseException) -> EntryView:
 
 
 class _Vocabulary:
-    """The pieces of a step, each once; responses refer to them by number. The same tokens make the same piece."""
+    """The distinct pieces of a step. Responses refer to them by number."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
@@ -124,7 +124,7 @@ class _Step:
         self._texts = texts
         self._sampling = sampling
         digests = entry.texts(PROMPT_DIGEST)
-        # Without prompts to tell apart, each row stands for itself.
+        # Without prompt digests, each row is its own group.
         numbers = np.arange(entry.record.rows) if self.columns.groups is None else self.columns.groups
         names = [str(row) for row in range(entry.record.rows)] if digests is None else list(dict.fromkeys(digests))
         self._members = _members(numbers, len(names))
@@ -158,8 +158,8 @@ class _Step:
         trajectories = {trajectory.row: trajectory for trajectory in read_trajectories(self._entry, wanted)}
         extras = {name: self._entry.cells(name, wanted) for name in self._entry.simple_keys()[:_MAX_EXTRAS]}
         self._extras = {
-            row: {name: cells[place] for name, cells in extras.items() if cells is not None}
-            for place, row in enumerate(wanted)
+            row: {name: cells[index] for name, cells in extras.items() if cells is not None}
+            for index, row in enumerate(wanted)
         }
         return [self._group(*group, trajectories) for group in zip(numbers, ranked, shown, strict=True)]
 
@@ -194,48 +194,48 @@ class _Step:
         length = 0 if ids is None else len(ids)
         log_probs = self._per_token("rollout_log_probs", row, length, "f")
         mask = self._per_token("response_mask", row, length, "biu")
-        # What did not come from the model is marked: the output of tools, for example.
+        # Tokens that the model did not generate, such as tool output, are marked.
         shown = self._text(ids, log_probs, None if mask is None or mask.all() else mask == 0)
         mean = None if log_probs is None or not length else number(log_probs.mean(dtype=np.float64))
         extras = {name: number(value) for name, value in self._extras[row].items()}
         return {"row": row, "rank": rank, "of": of, "mean_log_prob": mean, "extras": extras, "text": shown}
 
     def _per_token(self, name: str, row: int, length: int, kinds: str) -> np.ndarray | None:
-        """A value for each token of a response; None if there is not one for each."""
+        """One value per token of a response; None if the lengths differ."""
         rows = self._entry.tokens(name)
         if rows is None or len(rows[row]) != length or rows[row].dtype.kind not in kinds:
             return None
         return rows[row]
 
     def _text(
-        self, ids: list[int] | None, log_probs: np.ndarray | None = None, foreign: np.ndarray | None = None
+        self, ids: list[int] | None, log_probs: np.ndarray | None = None, not_generated: np.ndarray | None = None
     ) -> Json | None:
-        """The beginning and, if it is long, the end of a text: pieces, and the log-probs that belong to them."""
+        """The pieces of a text and their log-probs. A long text is cut to its beginning and its end."""
         if ids is None:
             return None
-        start, end = self._sampling.shown_tokens(len(ids))
-        cut = len(ids) - start - end
+        head, tail = self._sampling.shown_tokens(len(ids))
+        cut = len(ids) - head - tail
         self.counted.cut_texts += cut > 0
         found: Json = {"length": len(ids), "cut": cut, "pieces": [], "cut_at": None}
-        places: list[int] = []
-        for first, last in [(0, start), (len(ids) - end, len(ids))] if cut else [(0, len(ids))]:
+        starts: list[int] = []
+        for first, last in [(0, head), (len(ids) - tail, len(ids))] if cut else [(0, len(ids))]:
             if first:
                 found["cut_at"] = len(found["pieces"])
             pieces = self._texts.pieces(ids[first:last])
             found["pieces"] += self.vocabulary.numbers(pieces)
-            places += np.cumsum([first, *(len(piece.tokens) for piece in pieces)])[:-1].tolist()
+            starts += np.cumsum([first, *(len(piece.tokens) for piece in pieces)])[:-1].tolist()
         if log_probs is not None:
-            ends = [*places[1:], len(ids)]
-            if found["cut_at"] is not None and places:
-                ends[found["cut_at"] - 1] = start
-            found["log_probs"] = _sums(log_probs, places, ends)
-        if foreign is not None:
-            found["not_generated"] = [int(foreign[place]) for place in places]
+            ends = [*starts[1:], len(ids)]
+            if found["cut_at"] is not None and starts:
+                ends[found["cut_at"] - 1] = head
+            found["log_probs"] = _sums(log_probs, starts, ends)
+        if not_generated is not None:
+            found["not_generated"] = [int(not_generated[start]) for start in starts]
         return found
 
 
 def statistics_json(found: StepStatistics, columns: StepColumns) -> Json:
-    """The numbers of a step, flat, for charts and table."""
+    """The statistics of a step as a flat dict, for the charts and the table."""
     score, length, groups = found.score, found.length, found.groups
     lengths = columns.response_lengths
     percentiles: list[float | None] = [None] * len(_PERCENTILES)
@@ -254,7 +254,7 @@ def statistics_json(found: StepStatistics, columns: StepColumns) -> Json:
         "pass_rate": found.pass_rate,
         "pass_source": found.pass_source.value,
         "length": None if length is None else length.mean,
-        **{f"length_p{place}": value for place, value in zip(_PERCENTILES, percentiles, strict=True)},
+        **{f"length_p{percent}": value for percent, value in zip(_PERCENTILES, percentiles, strict=True)},
         "length_max": None if length is None else length.max,
         "limit": None if length is None else length.limit,
         "at_limit": None if length is None else length.at_limit,
@@ -268,12 +268,12 @@ def statistics_json(found: StepStatistics, columns: StepColumns) -> Json:
 
 
 def readable(cell: Any) -> Any:
-    """A cell as JSON that people can read."""
+    """A cell as readable JSON."""
     return json_value(cell, nonfinite=str)
 
 
 def messages(cell: Any) -> list[list[str]] | None:
-    """A conversation as pairs of role and text; None if the cell is none."""
+    """A conversation as pairs of role and text; None if the cell is not a conversation."""
     if not isinstance(cell, list) or not cell:
         return None
     found = []
@@ -288,7 +288,7 @@ def messages(cell: Any) -> list[list[str]] | None:
 
 
 def number(value: Any) -> Any:
-    """A number that JSON knows; NaN and infinities become words, other things text."""
+    """A value that JSON can represent: NaN, infinities and anything that is not a number become strings."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, int | np.integer):
@@ -310,7 +310,7 @@ def _short(value: Any) -> str | None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     more = len(text) - _MAX_REFERENCE
-    return text if more <= 0 else f"{text[:_MAX_REFERENCE]}… ({more} more letters)"
+    return text if more <= 0 else f"{text[:_MAX_REFERENCE]}… ({more} more characters)"
 
 
 def _members(numbers: np.ndarray, count: int) -> list[np.ndarray]:
@@ -320,7 +320,7 @@ def _members(numbers: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 def _sums(log_probs: np.ndarray, starts: list[int], ends: list[int]) -> list[int | None]:
-    """The log-prob of each piece in hundredths, with the sign turned; None where it is no number."""
+    """The negated log-prob of each piece in hundredths; None for NaN."""
     if not starts:
         return []
     totals = np.concatenate(

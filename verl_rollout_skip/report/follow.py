@@ -1,7 +1,8 @@
-"""What a live view shows: a variant that is looked at again and again while a training records into it.
+"""Follows a variant for the live view while a training records into it.
 
-A thread reads what is new, newest first. Each change has a revision, so that a page asks only for what came after the
-last one that it has. What is held is bounded: the text of the oldest steps goes first, and can be asked for again.
+A thread polls the folder and reads new entries, newest first. Each change gets a revision, so a page requests only the
+changes after the last revision it has. Memory is bounded: the text of the oldest steps is dropped first. The page can
+load it again.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from verl_rollout_skip.store.reader import Stamp
 logger = logging.getLogger(__name__)
 
 LIVE_GROUPS = 8
-_HELD_BYTES = 64 << 20
-_ANSWER_BYTES = 4 << 20
-_LOOKS_BEFORE_RETRY = 5
+_MAX_HELD_BYTES = 64 << 20
+_MAX_RESPONSE_BYTES = 4 << 20
+_POLLS_BEFORE_RETRY = 5
 
 
 @dataclass
 class _Held:
-    """A rollout step that was read: its JSON, with and without the text of its groups."""
+    """A rollout step kept in memory: its JSON, with and without the text of its groups."""
 
     revision: int
     stamp: Stamp
@@ -36,7 +37,7 @@ class _Held:
     full: str | None
     counted: Counted
     broken: bool
-    looks: int = 0
+    polls: int = 0
 
 
 @dataclass
@@ -49,21 +50,21 @@ class _State:
 
 
 class Follower:
-    """Reads a variant in the background. ``wanted`` tells which of its rollout steps are meant."""
+    """Reads a variant in the background. ``wanted`` decides which rollout steps are read."""
 
     def __init__(
         self,
         variant: OpenVariant,
         sampling: Sampling,
         wanted: Callable[[RolloutKey], bool] = lambda key: True,
-        every_s: float = 1.0,
+        interval_s: float = 1.0,
     ) -> None:
         self.variant = variant
         self.sampling = sampling
         self.views = variant.views(sampling)
         self._groups = LIVE_GROUPS if sampling.groups is None else sampling.groups
         self._wanted = wanted
-        self._every_s = every_s
+        self._interval_s = interval_s
         self._state = _State()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -73,16 +74,16 @@ class Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        """Return when the thread has ended; it finishes the rollout step that it is reading."""
+        """Stop the thread and wait for it. It finishes the rollout step that it is reading."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
 
-    def look(self) -> None:
-        """Read what is new since the last look."""
+    def poll(self) -> None:
+        """Read entries that have changed since the last call."""
         try:
             stamps = self.variant.entries.stamps(self._wanted)
-        except OSError as error:  # an object store may be out of reach for a while
+        except OSError as error:  # an object store may be unreachable for a while
             logger.warning("the folder cannot be listed: %s", error)
             with self._lock:
                 self._state.problem = f"The folder cannot be listed at the moment: {error}"
@@ -95,17 +96,17 @@ class Follower:
                 self._state.removed[key] = self._state.revision
             new = [key for key, stamp in stamps.items() if self._is_new(key, stamp)]
         new.sort(reverse=True)
-        for place, key in enumerate(new):
+        for index, key in enumerate(new):
             if self._stop.is_set():
                 return
             with self._lock:
-                self._state.waiting = len(new) - place
+                self._state.waiting = len(new) - index
             self._hold(self.views.view(key, self._groups), stamps[key])
         with self._lock:
             self._state.waiting = 0
 
     def news(self, after: int) -> str:
-        """As JSON, what has changed after a revision; ``more`` if there is more than one answer should carry."""
+        """The changes after a revision, as JSON. ``more`` is true if they do not all fit into one response."""
         with self._lock:
             state = self._state
             changed = sorted((held.revision, key) for key, held in state.held.items() if held.revision > after)
@@ -115,12 +116,11 @@ class Follower:
                 held = state.held[key]
                 texts.append(held.bare if held.full is None else held.full)
                 size += len(texts[-1])
-                if size > _ANSWER_BYTES and len(texts) < len(changed):
+                if size > _MAX_RESPONSE_BYTES and len(texts) < len(changed):
                     reached = revision
                     break
-            # One that was removed before the revision that this answer reaches is told now, later ones later.
             removed = [f"{key.step}.{key.gen_batch}" for key, at in state.removed.items() if after < at <= reached]
-            told = {
+            news = {
                 "revision": reached,
                 "more": reached < state.revision,
                 "reading": state.waiting,
@@ -128,26 +128,26 @@ class Follower:
                 "problems": [text for text in (self.variant.manifest_error, state.problem) if text is not None],
                 "left_out": self._left_out(),
             }
-        return f'{json.dumps(told)[:-1]},"entries":[{",".join(texts)}]}}'
+        return f'{json.dumps(news)[:-1]},"entries":[{",".join(texts)}]}}'
 
     def _follow(self) -> None:
         while True:
             try:
-                self.look()
-            except Exception as error:  # the thread must outlive whatever a file system comes up with
-                logger.exception("looking at %s failed", self.variant.entries.storage.where())
+                self.poll()
+            except Exception as error:  # file systems can raise anything, and the thread must keep running
+                logger.exception("reading %s failed", self.variant.entries.storage.where())
                 with self._lock:
                     self._state.problem = f"The recording cannot be read at the moment: {error}"
-            if self._stop.wait(self._every_s):
+            if self._stop.wait(self._interval_s):
                 return
 
     def _is_new(self, key: RolloutKey, stamp: Stamp) -> bool:
         held = self._state.held.get(key)
         if held is None or held.stamp != stamp:
             return True
-        # What could not be read is tried again from time to time: not every cause changes the files.
-        held.looks += held.broken
-        return held.looks >= _LOOKS_BEFORE_RETRY
+        # Retry entries that could not be read: the cause may disappear without a change to the files.
+        held.polls += held.broken
+        return held.polls >= _POLLS_BEFORE_RETRY
 
     def _hold(self, view: EntryView, stamp: Stamp) -> None:
         full = script_json(view.json)
@@ -155,36 +155,37 @@ class Follower:
         with self._lock:
             known = self._state.held.get(view.key)
             if known is not None and known.broken and known.bare == bare:
-                known.looks, known.stamp = 0, stamp
+                known.polls, known.stamp = 0, stamp
                 return
             self._state.revision += 1
             self._state.removed.pop(view.key, None)
             broken = view.broken is not None
             self._state.held[view.key] = _Held(self._state.revision, stamp, bare, full, view.counted, broken)
-            self._let_go()
+            self._drop_old_text()
 
-    def _let_go(self) -> None:
-        """Drop the text of the oldest steps if all together is too much; the newest keeps its text."""
+    def _drop_old_text(self) -> None:
+        """Drop the text of the oldest steps if the total is too large. The newest step keeps its text."""
         with_text = sorted(key for key, held in self._state.held.items() if held.full is not None)
         total = sum(len(self._state.held[key].full or "") for key in with_text)
         for key in with_text[:-1]:
-            if total <= _HELD_BYTES:
+            if total <= _MAX_HELD_BYTES:
                 return
             held = self._state.held[key]
             total -= len(held.full or "")
             held.full = None
             self._state.revision += 1
             held.revision = self._state.revision
-            all_of_it = held.counted
-            held.counted = Counted(rows=all_of_it.rows, groups=all_of_it.groups)
+            held.counted = Counted(rows=held.counted.rows, groups=held.counted.groups)
 
     def _left_out(self) -> list[str]:
         counted = Counted()
         for held in self._state.held.values():
             counted.add(held.counted)
         total = len(self._state.held)
-        said = left_out(counted, self.sampling, total, total, sum(held.broken for held in self._state.held.values()))
-        let_go = sum(held.full is None for held in self._state.held.values())
-        if let_go:
-            said.append(f"The text of the oldest {let_go:,} rollout steps was let go: load it from the table.")
-        return said
+        notes = left_out(counted, self.sampling, total, total, sum(held.broken for held in self._state.held.values()))
+        dropped = sum(held.full is None for held in self._state.held.values())
+        if dropped:
+            notes.append(
+                f"The text of the oldest {dropped:,} rollout steps is no longer in memory. Load it in the table."
+            )
+        return notes

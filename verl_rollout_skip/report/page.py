@@ -1,7 +1,7 @@
-"""The page around the data: one HTML file with its own script and style, and a policy that allows nothing else.
+"""Assembles the page: one HTML file with its script, its style, the data, and a Content-Security-Policy.
 
-The page loads nothing and runs nothing but the script whose hash its Content-Security-Policy names. Data goes into a
-JSON block, in which no text can end the block; the script inserts it as text, and Trusted Types forbid any other way.
+The policy allows only this script and style, by hash, and no network access. The data is in a JSON block that no text
+can close. The script inserts it as text, and Trusted Types prevent anything else.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from importlib import resources
 from pathlib import Path
 
 from verl_rollout_skip.errors import StoreError
-from verl_rollout_skip.new_files import new_file
 from verl_rollout_skip.report.collect import Report, script_json
+from verl_rollout_skip.store.new_files import new_file
 
 _SCRIPTS = ("dom", "model", "charts", "table", "tokens", "groups", "filters", "live", "main")
 _MARKS = ("<!--policy-->", "<!--style-->", "<!--data-->", "<!--script-->")
 
 
 def render_page(report: Report) -> bytes:
-    """A report as one HTML file that needs nothing else."""
+    """A report as one self-contained HTML file."""
     head = script_json({**report.head, "live": False, "left_out": report.left_out})
     return _assemble(f'{{"head":{head},"entries":[{",".join(report.entries)}]}}', policy(live=False))
 
 
 def render_live_page(head: str) -> bytes:
-    """The page of the live view: the same, but it asks its own server for the rollout steps."""
+    """The page of the live view, which fetches the rollout steps from its own server."""
     return _assemble(f'{{"head":{head},"entries":[]}}', policy(live=True))
 
 
 def write_report(report: Report, path: str | os.PathLike[str]) -> int:
-    """Write the page to a file, whole or not at all; returns its size in bytes."""
+    """Write the page to a file atomically and return its size in bytes."""
     data = render_page(report)
     try:
         with new_file(Path(path)) as file:
@@ -44,12 +44,12 @@ def write_report(report: Report, path: str | os.PathLike[str]) -> int:
 
 
 def policy(live: bool) -> str:
-    """The Content-Security-Policy: no source of anything but the page's own script and style."""
+    """The Content-Security-Policy, which allows only the page's own script and style."""
     rules = {
         "default-src": "'none'",
         "script-src": f"'sha256-{_hash(_script())}'",
         "style-src": f"'sha256-{_hash(_asset('page.css'))}'",
-        "img-src": "data:",  # the empty icon, which keeps browsers from asking for one
+        "img-src": "data:",  # the empty icon, which keeps browsers from requesting one
         "connect-src": "'self'" if live else "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",

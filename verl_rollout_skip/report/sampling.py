@@ -1,7 +1,7 @@
-"""Which groups, responses and tokens are shown when there are too many: the same ones for the same seed.
+"""Selects the groups, responses and tokens to show when there are too many, reproducibly for a seed.
 
-Groups are chosen by a digest of their prompt and the seed, so a prompt that is shown in one step is shown in every step
-that has it, as far as the number allows.
+Groups are selected by a digest of their prompt and the seed, so a prompt that is shown in one step is also shown in the
+other steps that contain it, if the number of groups allows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xxhash
 from verl_rollout_skip.store.reader import EntryRecord
 
 TOKEN_BUDGET = 1_500_000
-_MOST_GROUPS = 4000
+_MAX_GROUPS = 4000
 _UNKNOWN_LENGTH = 1024
 
 
@@ -24,8 +24,8 @@ _UNKNOWN_LENGTH = 1024
 class Sampling:
     """How much is shown.
 
-    ``groups`` of a rollout step (None: as many as ``TOKEN_BUDGET`` tokens in all allow), ``responses`` of a group from
-    the best to the worst, and ``tokens`` of a prompt or a response, the beginning and the end of it.
+    ``groups`` per rollout step (None: as many as fit into ``TOKEN_BUDGET`` tokens in total), ``responses`` per group,
+    from the best to the worst, and ``tokens`` per prompt or response, from its beginning and its end.
     """
 
     seed: int = 0
@@ -38,39 +38,39 @@ class Sampling:
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
-                raise ValueError(f"{name} is {value}; it must be {smallest} or more.")
+                raise ValueError(f"{name} is {value}, but must be at least {smallest}.")
         if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^64 - 1.")
+            raise ValueError(f"seed is {self.seed}, but must be between 0 and 2^64 - 1.")
 
     def groups_of_each(self, records: Sequence[EntryRecord]) -> list[int]:
-        """How many groups of each step to show, so that all together stay within the budget."""
+        """How many groups of each step to show, so that the total stays within the budget."""
         if self.groups is not None:
             return [self.groups] * len(records)
         weights = [self._group_tokens(record) for record in records]
-        total = min(TOKEN_BUDGET / max(sum(weights) / max(len(weights), 1), 1), _MOST_GROUPS)
+        total = min(TOKEN_BUDGET / max(sum(weights) / max(len(weights), 1), 1), _MAX_GROUPS)
         each = int(total // max(len(records), 1))
         if each >= 1:
             return [each] * len(records)
-        # More steps than groups: one group of every so many steps, the first among them.
+        # More steps than groups: one group of every stride-th step, starting with the first.
         stride = math.ceil(len(records) / max(total, 1))
-        return [int(place % stride == 0) for place in range(len(records))]
+        return [int(index % stride == 0) for index in range(len(records))]
 
     def order_of_groups(self, digests: Sequence[str]) -> list[int]:
-        """The places of the prompts in the order in which they are taken."""
-        marks = [xxhash.xxh3_64_intdigest(digest.encode(), seed=self.seed) for digest in digests]
-        return sorted(range(len(digests)), key=lambda place: (marks[place], place))
+        """The indices of the groups in the order in which they are selected."""
+        hashes = [xxhash.xxh3_64_intdigest(digest.encode(), seed=self.seed) for digest in digests]
+        return sorted(range(len(digests)), key=lambda index: (hashes[index], index))
 
     def rows_of_group(self, ranked: Sequence[int]) -> list[int]:
-        """Of rows from best to worst, those to show: the first and the last, others evenly between them."""
+        """Select rows from a list sorted from best to worst: the first, the last, and others evenly spaced between."""
         if len(ranked) <= self.responses:
             return list(ranked)
         if self.responses == 1:
             return [ranked[0]]
-        places = np.linspace(0, len(ranked) - 1, self.responses).round().astype(int)
-        return [ranked[place] for place in places]
+        ranks = np.linspace(0, len(ranked) - 1, self.responses).round().astype(int)
+        return [ranked[rank] for rank in ranks]
 
     def shown_tokens(self, length: int) -> tuple[int, int]:
-        """How many tokens to show from the beginning and from the end of so many."""
+        """How many tokens to show from the beginning and from the end of a text of this length."""
         if length <= self.tokens:
             return length, 0
         end = self.tokens // 4
@@ -83,11 +83,11 @@ class Sampling:
 
 
 def ranked_rows(rows: np.ndarray, scores: np.ndarray | None, lengths: np.ndarray | None) -> list[int]:
-    """Rows from best to worst; of equal scores the shorter response first. A score that is no number comes last."""
+    """Sort rows from best to worst. Equal scores are sorted by response length; NaN comes last."""
 
-    def place(row: int) -> tuple[bool, float, int, int]:
+    def sort_key(row: int) -> tuple[bool, float, int, int]:
         score = 0.0 if scores is None else float(scores[row])
         unknown = math.isnan(score)
         return unknown, 0.0 if unknown else -score, 0 if lengths is None else int(lengths[row]), int(row)
 
-    return sorted((int(row) for row in rows), key=place)
+    return sorted((int(row) for row in rows), key=sort_key)

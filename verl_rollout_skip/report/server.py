@@ -1,7 +1,7 @@
-"""The live view's server: for this machine only, for those who know the token, and for reading only.
+"""The server of the live view: reachable only from this machine, protected by a token, read-only.
 
-Every request must name a loopback host (a page elsewhere that points its own name here is refused) and carry the token
-in its path. Nothing in a request becomes a path or a name of a file: there are four addresses and no others.
+Every request must name a loopback host, which prevents DNS rebinding, and contain the token in its path. There are four
+fixed URLs; nothing in a request becomes a file path.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _MORE_GROUPS = 32
-_LARGEST = 2**53
+_MAX_NUMBER = 2**53
 _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves one variant at ``url`` until it is closed."""
+    """Serves one variant at ``url`` until ``close`` is called."""
 
     daemon_threads = True
     block_on_close = False
@@ -45,11 +45,11 @@ class ViewServer(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise StoreError(f"Port {port} of {HOST} cannot be used: {reason}. Choose another with --port.") from error
+            raise StoreError(f"Cannot listen on {HOST}:{port}: {reason}. Choose another port with --port.") from error
         follower.start()
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer would ask a name server who we are
+        TCPServer.server_bind(self)  # HTTPServer.server_bind would look up the host name with DNS
         self.server_name, self.server_port = HOST, self.server_address[1]
 
     @property
@@ -65,8 +65,8 @@ class ViewServer(ThreadingHTTPServer):
         logger.debug("a connection failed", exc_info=True)
 
 
-class _Refused(Exception):
-    """A request that gets an error as its answer."""
+class _RequestError(Exception):
+    """A request that is answered with an error status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -80,13 +80,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         try:
-            place, query = self._check()
+            path, query = self._authorize()
             if self.command not in ("GET", "HEAD"):
-                raise _Refused(405, "Only GET and HEAD: this server is for reading.")
-            kind, body = self._answer(place, query)
-            self._send(200, kind, body)
-        except _Refused as refused:
-            self._send(refused.status, _TEXT, f"{refused}\n".encode())
+                raise _RequestError(405, "This server is read-only: use GET or HEAD.")
+            content_type, body = self._respond(path, query)
+            self._send(200, content_type, body)
+        except _RequestError as error:
+            self._send(error.status, _TEXT, f"{error}\n".encode())
         except EntryNotFoundError as error:
             self._send(404, _TEXT, f"{error}\n".encode("utf-8", "backslashreplace"))
         except (RolloutSkipError, OSError, ValueError) as error:
@@ -95,56 +95,56 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_GET
 
-    def _check(self) -> tuple[str, str]:
-        """Who asks, and whether they may; returns what is asked for behind the token."""
-        # A body is never read; what is left of it must not be taken for the next request.
+    def _authorize(self) -> tuple[str, str]:
+        """Check host and token, and return the path after the token and the query."""
+        # Bodies are not read, and must not be parsed as the next request.
         self.close_connection = self.close_connection or "Content-Length" in self.headers
         self.close_connection = self.close_connection or "Transfer-Encoding" in self.headers
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not _LOCAL.fullmatch(hosts[0].strip()):
-            raise _Refused(403, "This server answers only to the name of this machine's loopback.")
+            raise _RequestError(403, "This server only accepts requests to 127.0.0.1, ::1 or localhost.")
         parts = urlsplit(self.path)
         _, _, rest = parts.path.partition("/")
-        token, slash, place = rest.partition("/")
+        token, slash, path = rest.partition("/")
         given = token.encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self.server.token.encode()) or not slash:
-            raise _Refused(403, "The address needs the token that rollout-skip view printed.")
-        return place, parts.query
+            raise _RequestError(403, "The URL must contain the token that rollout-skip view printed.")
+        return path, parts.query
 
-    def _answer(self, place: str, query: str) -> tuple[str, bytes]:
+    def _respond(self, path: str, query: str) -> tuple[str, bytes]:
         follower = self.server.follower
         try:
-            asked = parse_qs(query, max_num_fields=8)
+            parameters = parse_qs(query, max_num_fields=8)
         except ValueError as error:
-            raise _Refused(400, f"The question cannot be understood: {error}.") from error
+            raise _RequestError(400, f"Invalid query: {error}.") from error
 
         def number(name: str) -> int:
-            values = asked.get(name, [])
-            if len(values) != 1 or not re.fullmatch(r"[0-9]{1,16}", values[0]) or int(values[0]) > _LARGEST:
-                raise _Refused(400, f"{name} must be one whole number.")
+            values = parameters.get(name, [])
+            if len(values) != 1 or not re.fullmatch(r"[0-9]{1,16}", values[0]) or int(values[0]) > _MAX_NUMBER:
+                raise _RequestError(400, f"{name} must be a single integer.")
             return int(values[0])
 
         def key() -> RolloutKey:
             return RolloutKey(number("step"), number("gen_batch"))
 
-        answers: dict[str, Callable[[], tuple[str, bytes]]] = {
+        routes: dict[str, Callable[[], tuple[str, bytes]]] = {
             "": lambda: (_HTML, self._page()),
             "api/news": lambda: (_JSON, follower.news(number("after")).encode()),
             "api/groups": lambda: (_JSON, _encode(follower.views.more_groups(key(), number("start"), _MORE_GROUPS))),
             "api/group": lambda: (_JSON, _encode(follower.views.whole_group(key(), number("number")))),
         }
-        if place not in answers:
-            raise _Refused(404, "There is nothing here.")
-        return answers[place]()
+        if path not in routes:
+            raise _RequestError(404, "Not found.")
+        return routes[path]()
 
     def _page(self) -> bytes:
         head = self.server.follower.variant.head(self.server.follower.sampling)
         return render_live_page(script_json({**head, "live": True, "left_out": []}))
 
-    def _send(self, status: int, kind: str, body: bytes) -> None:
+    def _send(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)
         headers = {
-            "Content-Type": kind,
+            "Content-Type": content_type,
             "Content-Length": str(len(body)),
             "Content-Security-Policy": f"{policy(live=True)}; frame-ancestors 'none'",
             "X-Content-Type-Options": "nosniff",
@@ -165,15 +165,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the library refuses by itself: a malformed request, or a method that HTTP does not know."""
+        """Called by http.server for malformed requests and unknown methods."""
         self.close_connection = True
-        self._send(code, _TEXT, b"This request cannot be understood.\n")
+        self._send(code, _TEXT, b"Bad request.\n")
 
     def version_string(self) -> str:
         return "rollout-skip"
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        logger.debug(format, *arguments)  # never louder: the path holds the token
+        logger.debug(format, *arguments)  # only at debug level, because the path contains the token
 
 
 def _encode(value: Any) -> bytes:

@@ -1,7 +1,7 @@
-"""Tokens as text, one piece for each: special tokens by name, bytes that are no text spelt out.
+"""Splits token ids into pieces of text: usually one per token, special tokens by name, invalid bytes as escapes.
 
-A character that several tokens make together is one piece of several tokens. Nothing is lost and nothing is repaired:
-the pieces of a response, joined, are what the tokenizer's own ``decode`` gives wherever that is valid text.
+Tokens that together form one character become one piece. Joined, the pieces of a response equal the output of the
+tokenizer's own ``decode`` wherever that is valid text.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from verl_rollout_skip.decoding import find_decoder
-from verl_rollout_skip.manifest import Manifest
+from verl_rollout_skip.runs.manifest import Manifest
+from verl_rollout_skip.tools.decoding import find_decoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,21 +28,21 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class PieceKind(IntEnum):
-    """What a piece of a response is."""
+    """The kind of a piece."""
 
     TEXT = 0
     """Text."""
     SPECIAL = 1
-    """A special token, by its name in the vocabulary."""
+    """A special token, shown by its name in the vocabulary."""
     BYTES = 2
-    """Bytes that are no valid UTF-8, spelt out."""
+    """Bytes that are not valid UTF-8, shown as escapes."""
     NUMBER = 3
-    """A token id that the tokenizer does not know, or any if there is no tokenizer."""
+    """A token id that is not in the vocabulary, or any token id if there is no tokenizer."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some letters of a response, and the tokens that make them."""
+    """Some text of a response, and the tokens that produce it."""
 
     text: str
     kind: PieceKind
@@ -50,8 +50,10 @@ class Piece:
 
 
 class TokenTexts:
-    """From token ids to pieces. ``source`` says where the tokenizer came from; without one, ids stay numbers, and
-    ``no_tokenizer`` says why."""
+    """Converts token ids to pieces. ``source`` is the tokenizer's folder.
+
+    Without a tokenizer, the pieces are token ids, and ``no_tokenizer`` says why.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer | None = None, source: str | None = None, no_tokenizer: str | None = None
@@ -73,14 +75,14 @@ class TokenTexts:
                 known = self._known[token] = self._look_up(token)
             if isinstance(known, Piece):
                 if pending:
-                    _give_up(found, pending)
+                    _flush_as_bytes(found, pending)
                 found.append(known)
             elif pending or not _is_text(known):
                 _join(found, pending, token, known)
             else:
                 piece = self._known[token] = Piece(known.decode(), PieceKind.TEXT, (token,))
                 found.append(piece)
-        _give_up(found, pending)
+        _flush_as_bytes(found, pending)
         return found
 
     def _look_up(self, token: int) -> Piece | bytes:
@@ -95,19 +97,19 @@ class TokenTexts:
 
 
 def find_token_texts(folder: str, manifest: Manifest | None, given: str | None = None) -> TokenTexts:
-    """With the tokenizer that ``find_decoder`` finds for a variant folder; without one, token ids stay numbers."""
+    """Use the tokenizer that ``find_decoder`` finds for a variant folder, if any."""
     decoder, why = find_decoder(folder, manifest, given)
     if decoder is None:
         return TokenTexts(no_tokenizer=why)
     if decoder.tokenizer is None:
-        why = f"The tokenizer in {decoder.source} gives no single tokens: save it as tokenizer.json."
+        why = f"The tokenizer in {decoder.source} cannot decode single tokens. Save it as tokenizer.json."
         logger.warning("%s", why)
         return TokenTexts(no_tokenizer=why)
     return TokenTexts(decoder.tokenizer, decoder.source)
 
 
 def _bytes_of_words(tokenizer: Tokenizer) -> Callable[[str], bytes]:
-    """How the words of a vocabulary become bytes, which its decoder knows."""
+    """A function that converts a vocabulary word to bytes, depending on the tokenizer's decoder."""
     state = "null" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
     described = json.loads(state)
     kinds = _decoder_kinds(described)
@@ -119,7 +121,7 @@ def _bytes_of_words(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     if "WordPiece" in kinds:
         return lambda word: word[2:].encode() if word.startswith("##") else f" {word}".encode()
     if described is None:
-        return lambda word: f" {word}".encode()  # as ``decode`` joins words where there is no decoder
+        return lambda word: f" {word}".encode()  # without a decoder, ``decode`` joins words with spaces
     return lambda word: word.encode()
 
 
@@ -136,15 +138,15 @@ def _sentencepiece_bytes(word: str) -> bytes:
 
 
 def _byte_table() -> dict[str, bytes]:
-    """The letters by which byte-level vocabularies write bytes: printable ones as they are, the rest from U+0100 on."""
+    """How byte-level vocabularies write bytes: printable ones as themselves, the rest as U+0100 and following."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     table = {chr(byte): bytes([byte]) for byte in plain}
-    return table | {chr(0x100 + place): bytes([byte]) for place, byte in enumerate(others)}
+    return table | {chr(0x100 + index): bytes([byte]) for index, byte in enumerate(others)}
 
 
 def _join(found: list[Piece], pending: list[tuple[int, bytes]], token: int, data: bytes) -> None:
-    """Add a token's bytes to those that wait for the rest of their character."""
+    """Add a token's bytes to the pending bytes of an incomplete character."""
     joined = b"".join(waiting for _, waiting in pending) + data
     if _is_text(joined):
         found.append(Piece(joined.decode(), PieceKind.TEXT, (*(waiting for waiting, _ in pending), token)))
@@ -152,15 +154,15 @@ def _join(found: list[Piece], pending: list[tuple[int, bytes]], token: int, data
     elif _may_become_text(joined) and len(pending) < _MAX_JOINED:
         pending.append((token, data))
     elif pending:
-        _give_up(found, pending)
+        _flush_as_bytes(found, pending)
         _join(found, pending, token, data)
     else:
         pending.append((token, data))
-        _give_up(found, pending)
+        _flush_as_bytes(found, pending)
 
 
-def _give_up(found: list[Piece], pending: list[tuple[int, bytes]]) -> None:
-    """What waited will not become text any more."""
+def _flush_as_bytes(found: list[Piece], pending: list[tuple[int, bytes]]) -> None:
+    """Turn pending bytes that cannot become text into pieces of kind BYTES."""
     for token, data in pending:
         found.append(Piece(data.decode("utf-8", "backslashreplace"), PieceKind.BYTES, (token,)))
     pending.clear()

@@ -1,1 +1,1 @@
-"""Rollouts on disk: codec, commit, background writer, store. Knows nothing of trainers."""
+"""Rollouts on disk: codec, commit, background writer, store. Knows nothing about trainers."""

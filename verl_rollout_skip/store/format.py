@@ -1,14 +1,15 @@
-"""The version of the file format, what every file carries to describe itself, and the columns that are added to it."""
+"""The version of the file format, the metadata key of its description, and the names of added columns."""
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, Final
 
 from verl_rollout_skip.errors import CorruptEntryError, NewerFormatError, OldFormatError
 
 FORMAT_VERSION = 2
 METADATA_KEY = b"rollout_skip"
-"""Under this key a Parquet file holds the JSON description of what it holds."""
+"""The metadata key under which a Parquet file stores its description as JSON."""
 PROMPT_LENGTH: Final = "skip__prompt_length"
 RESPONSE_LENGTH: Final = "skip__response_length"
 INPUT_LENGTH: Final = "skip__input_length"
@@ -20,25 +21,37 @@ BLOB_SIZES: Final = "skip__blob_sizes"
 BLOBS_OF: Final = "skip__blobs_of__"
 OBJECT: Final = "skip__object__"
 SHAPE: Final = "skip__shape__"
-"""The last three go before the name of the column that they belong to."""
+"""``BLOBS_OF``, ``OBJECT`` and ``SHAPE`` are prefixes: the name of the column that they belong to follows."""
+SAME_IN_ALL_PARTS = ("kind", "nodes", "order", "device", "arrays", "meta")
+"""The properties in the description of a batch that must be the same in all parts of an entry."""
+
+
+class Side(str, Enum):
+    """The two batches of an entry: the output of the rollout step, and its input."""
+
+    OUTPUT = "output"
+    INPUT = "input"
 
 
 def check_version(version: Any) -> None:
-    """Refuse what another version of this package wrote in another format."""
+    """Raise if a file has a different format version or an invalid one."""
     if type(version) is not int or version < 1:
-        raise CorruptEntryError(f"It gives {version!r} as its format version; that is not a version.")
+        raise CorruptEntryError(f"Its format version is {version!r}, which is not a valid version.")
     if version > FORMAT_VERSION:
-        raise NewerFormatError(f"It is of {explain_version(version)}")
+        raise NewerFormatError(f"It has {explain_version(version)}")
     if version < FORMAT_VERSION:
-        raise OldFormatError(f"It is of {explain_version(version)}")
+        raise OldFormatError(f"It has {explain_version(version)}")
 
 
 def explain_version(version: Any) -> str:
-    """Why a file of another format version is not read, and what to do about it."""
+    """Why a file with another format version cannot be read, and what to do. Follows "It has" in a message."""
     if isinstance(version, int) and version < FORMAT_VERSION:
         return (
-            f"format version {version}, and this version of verl-rollout-skip reads version {FORMAT_VERSION} only. "
+            f"format version {version}, but this version of verl-rollout-skip reads only version {FORMAT_VERSION}. "
             "Record again into another folder, or rename or delete the old one; the version of verl-rollout-skip that "
             "wrote it can still read it."
         )
-    return f"format version {version}, this package reads up to {FORMAT_VERSION}. Upgrade verl-rollout-skip to read it."
+    return (
+        f"format version {version}, but this package reads up to {FORMAT_VERSION}. "
+        "Upgrade verl-rollout-skip to read it."
+    )

@@ -1,4 +1,4 @@
-"""File names of a run folder. They are computed from keys and digests and parsed strictly."""
+"""File names in a store's folder. They are computed from keys and digests and parsed strictly."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import re
 from verl_rollout_skip.key import RolloutKey
 
 TEMPORARY = ".tmp-"
-_FOLDER = re.compile(r"step_(\d{6,})")
-_RECORD = re.compile(r"gen_(\d{3,})\.json")
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_PART = re.compile(rf"gen_(\d{{3,}})\.({_DIGEST.pattern})\.parquet")
-_SET_ASIDE = re.compile(rf"gen_\d{{3,}}(\.json|\.{_DIGEST.pattern}\.parquet)\.[0-9a-f]+\.corrupt")
+"""The prefix of files that are still being written."""
+_STEP = r"step_([0-9]{6}|[1-9][0-9]{6,})"
+_BATCH = r"gen_([0-9]{3}|[1-9][0-9]{3,})"
+_DIGEST = r"[0-9a-f]{32}"
 
 
 def folder_name(key: RolloutKey) -> str:
@@ -19,7 +18,7 @@ def folder_name(key: RolloutKey) -> str:
 
 
 def record_name(key: RolloutKey) -> str:
-    """The record: where it is, the entry is committed."""
+    """The record of an entry. If this file exists, the entry is committed."""
     return f"gen_{key.gen_batch:03d}.json"
 
 
@@ -28,33 +27,39 @@ def part_name(key: RolloutKey, digest: str) -> str:
     return f"gen_{key.gen_batch:03d}.{digest}.parquet"
 
 
+def set_aside_name(name: str, token: str) -> str:
+    """A record or part of an entry that was set aside because it could not be read."""
+    return f"{name}.{token}.corrupt"
+
+
 def parse_folder(name: str) -> int | None:
-    """The step of a folder name, or None if it is not one that ``folder_name`` gives."""
-    match = _FOLDER.fullmatch(name)
-    step = int(match[1]) if match else None
-    return step if step is not None and folder_name(RolloutKey(step)) == name else None
+    """The step of an entry folder, or None if it has another name."""
+    return _number(_STEP, name)
 
 
 def parse_record(name: str) -> int | None:
-    """The generation batch of a record's name, or None."""
-    match = _RECORD.fullmatch(name)
-    key = RolloutKey(0, int(match[1])) if match else None
-    return key.gen_batch if key and record_name(key) == name else None
+    """The generation batch of a record, or None if the file has another name."""
+    return _number(rf"{_BATCH}\.json", name)
 
 
 def parse_part(name: str) -> int | None:
-    """The generation batch of a part's name, or None."""
-    match = _PART.fullmatch(name)
-    gen_batch = int(match[1]) if match else None
-    return (
-        gen_batch if match and gen_batch is not None and part_name(RolloutKey(0, gen_batch), match[2]) == name else None
-    )
-
-
-def is_digest(text: object) -> bool:
-    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+    """The generation batch of a part, or None if the file has another name."""
+    return _number(rf"{_BATCH}\.{_DIGEST}\.parquet", name)
 
 
 def is_set_aside(name: str) -> bool:
-    """Whether it is a file of an entry that was set aside because it could not be read."""
-    return _SET_ASIDE.fullmatch(name) is not None
+    return re.fullmatch(rf"{_BATCH}(\.json|\.{_DIGEST}\.parquet)\.[0-9a-f]+\.corrupt", name) is not None
+
+
+def is_old_part(name: str) -> bool:
+    """Whether a file is a Parquet file of format 1, which had one per entry."""
+    return _number(rf"{_BATCH}\.parquet", name) is not None
+
+
+def is_digest(text: object) -> bool:
+    return isinstance(text, str) and re.fullmatch(_DIGEST, text) is not None
+
+
+def _number(pattern: str, name: str) -> int | None:
+    match = re.fullmatch(pattern, name)
+    return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""Loading one entry ahead: while the current step trains, or while the workers of a training start."""
+"""Loads one entry in advance: while the current step trains, or while the workers of a training start."""
 
 from __future__ import annotations
 
@@ -8,72 +8,65 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, Generic, TypeVar
 
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.store.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
 
 _EXIT_SECONDS = 10.0
-# `Thread.start` waits until the new thread runs, and gets the interpreter lock back when that lets go of it: at once if
-# it sleeps first, after 5 ms if it goes on in Python.
-_LET_GO_SECONDS = 0.001
+# `Thread.start` waits until the new thread runs, and gets the interpreter lock back when that thread releases it:
+# immediately if it sleeps first, after 5 ms if it runs Python code.
+_YIELD_SECONDS = 0.001
 
 
 class Prefetcher(Generic[Loaded]):
-    """Holds at most one entry: asking for another one drops it."""
+    """Keeps at most one entry. Starting to load another one drops it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._current: _Ahead[Loaded] | None = None
+        self._current: tuple[RolloutKey, Future[Loaded]] | None = None
 
     def start(self, key: RolloutKey, load: Callable[[], Loaded]) -> None:
-        """Begin to load an entry; nothing happens if it is already on its way."""
+        """Start loading an entry, unless it is already being loaded."""
+
+        def run() -> Loaded:
+            time.sleep(_YIELD_SECONDS)
+            return load()
+
         with self._lock:
-            if self._current is None or self._current.key != key:
-                self._current = _Ahead(key, load)
+            if self._current is None or self._current[0] != key:
+                self._current = key, start_thread(run, "rollout-skip-prefetch")
+                _running.add(self._current[1])
 
     def take(self, key: RolloutKey) -> Loaded | None:
-        """The entry if it was started, waiting for it if need be, and only once; None if it was not or failed."""
+        """Wait for the entry, return it and forget it; None if it was not started or failed."""
         with self._lock:
-            ahead, self._current = self._current, None
-        return ahead.result() if ahead is not None and ahead.key == key else None
+            current, self._current = self._current, None
+        if current is None or current[0] != key:
+            return None
+        error = current[1].exception()
+        if error is not None:
+            # The caller loads the entry itself, and gets the error or an entry recorded in the meantime.
+            logger.debug("%s could not be prefetched: %s", key, error)
+            return None
+        return current[1].result()
 
     def drop(self, key: RolloutKey | None = None) -> None:
-        """Forget what was loaded ahead: of one key, or whatever it is."""
+        """Forget the entry; if ``key`` is given, only if it is the entry of that key."""
         with self._lock:
-            if self._current is not None and key in (None, self._current.key):
+            if self._current is not None and key in (None, self._current[0]):
                 self._current = None
 
 
-class _Ahead(Generic[Loaded]):
-    def __init__(self, key: RolloutKey, load: Callable[[], Loaded]) -> None:
-        self.key = key
-        self._loaded: Loaded | None = None
-        self._thread = threading.Thread(target=self._run, args=(load,), name="rollout-skip-prefetch", daemon=True)
-        _running.add(self._thread)
-        self._thread.start()
-
-    def _run(self, load: Callable[[], Loaded]) -> None:
-        time.sleep(_LET_GO_SECONDS)
-        try:
-            self._loaded = load()
-        except Exception as error:
-            # Whoever asks for the entry loads it again and gets the error then, or the entry if it has come since.
-            logger.debug("%s could not be loaded ahead: %s", self.key, error)
-
-    def result(self) -> Loaded | None:
-        self._thread.join()
-        return self._loaded
-
-
-_running: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_running: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """A thread that is still decoding while the interpreter shuts down can crash the process."""
-    for thread in list(_running):
-        thread.join(_EXIT_SECONDS)
+    """Wait, because a thread that still decodes while the interpreter shuts down can crash the process."""
+    wait(list(_running), timeout=_EXIT_SECONDS)

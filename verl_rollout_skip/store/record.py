@@ -1,7 +1,7 @@
-"""The record of one entry: its parts, and what is known of the rollout without opening them.
+"""The record of one entry: a list of its parts, and metadata of the rollout that can be read without opening them.
 
-The record is also the commit: an entry exists if its record does (``commit.py``). It is readable JSON, written in one
-fixed way and closed by a checksum of its own, so that any changed byte shows.
+The record is also the commit: an entry exists if and only if its record does (``commit.py``). It is readable JSON that
+ends with a checksum, so that any changed byte is detected.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ from dataclasses import fields as dataclass_fields
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from verl_rollout_skip._version import __version__
 from verl_rollout_skip.errors import CorruptEntryError, UnreadableEntryError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store import names
 from verl_rollout_skip.store.format import FORMAT_VERSION, check_version
+from verl_rollout_skip.store.new_files import is_sealed, sealed_json
 
 if TYPE_CHECKING:
     from verl_rollout_skip.store.codec.encoder import Summary
 
 MAX_RECORD_BYTES = 16 << 20
-_CHECKSUM = b',\n  "checksum": "'
 
 
 @dataclass(frozen=True)
 class RecordedPart:
-    """A Parquet file of an entry: its name, how many rows and bytes it has, and the digest of its bytes."""
+    """A Parquet file of an entry: its name, number of rows, size, and digest."""
 
     file: str
     rows: int
@@ -41,9 +39,9 @@ class RecordedPart:
 
 @dataclass(frozen=True)
 class EntryRecord:
-    """What was recorded under a key. The rows of ``parts``, in order, are those of the entry; ``info`` is the caller's.
+    """What was recorded under a key. An entry is the rows of its ``parts`` in order. The caller sets ``info``.
 
-    ``content`` is a digest of the recorded values alone: two entries with the same content hold the same rollout,
+    ``content`` is a digest of only the recorded values: two entries with the same content contain the same rollout,
     even if their timings and uids differ.
     """
 
@@ -63,14 +61,14 @@ class EntryRecord:
 
     @property
     def bytes(self) -> int:
-        """The size of the parts on disk; equal parts are one file."""
+        """The size of the parts on disk. Identical parts share a file, which counts once."""
         return sum({part.file: part.bytes for part in self.parts}.values())
 
 
 def make_record(
     key: RolloutKey, summary: Summary, parts: Iterable[RecordedPart], encode_s: float, info: dict[str, Any]
 ) -> EntryRecord:
-    """The record of parts that were just written."""
+    """Make the record for parts that were just written."""
 
     def mean(total: int | None) -> float | None:
         return None if total is None or not summary.rows else total / summary.rows
@@ -94,16 +92,16 @@ def make_record(
 
 
 def record_bytes(record: EntryRecord) -> bytes:
-    """The record as a JSON file."""
-    return _render({"format_version": FORMAT_VERSION, **asdict(record)})
+    """Encode a record as a JSON file."""
+    return sealed_json({"format_version": FORMAT_VERSION, **asdict(record)}, allow_nan=False)
 
 
 def parse_record(data: bytes, key: RolloutKey) -> EntryRecord:
-    """The inverse of ``record_bytes`` for bytes that cannot be trusted; it must be the record of ``key``."""
+    """Parse and check untrusted bytes, the inverse of ``record_bytes``. They must be the record of ``key``."""
     try:
         fields = json.loads(data)
         check_version(fields["format_version"])
-        if not _is_untouched(data):
+        if not is_sealed(data):
             raise CorruptEntryError("Its checksum is wrong: it was damaged or edited.")
         del fields["format_version"]
         known = {field.name: fields[field.name] for field in dataclass_fields(EntryRecord)}
@@ -124,24 +122,12 @@ def _parse_part(fields: dict[str, Any]) -> RecordedPart:
 
 
 def _check_parts(record: EntryRecord) -> None:
-    """A part must have the name that follows from its key and digest: no other file can be named, here or elsewhere."""
+    """Check row and byte counts, and that part names match key and digest, so a record cannot refer to another file."""
     for part in record.parts:
         if not names.is_digest(part.digest) or part.file != names.part_name(record.key, part.digest):
             raise CorruptEntryError(f"It lists {part.file!r}, which is not the name of a part of {record.key}.")
         if any(type(number) is not int or number < 0 for number in (part.rows, part.bytes)):
-            raise CorruptEntryError(f"It gives {part.file} {part.rows!r} rows and {part.bytes!r} bytes.")
+            raise CorruptEntryError(f"It lists {part.file} with {part.rows!r} rows and {part.bytes!r} bytes.")
     if not record.parts or sum(part.rows for part in record.parts) != record.rows:
         found = [part.rows for part in record.parts]
-        raise CorruptEntryError(f"It says {record.rows!r} rows and lists parts of {found} rows.")
-
-
-def _is_untouched(data: bytes) -> bool:
-    """Whether the checksum at the end belongs to the bytes before it; rendering all again takes ten times longer."""
-    body, _, end = data.rpartition(_CHECKSUM)
-    return end == xxhash.xxh3_128(body + b"\n}").hexdigest().encode() + b'"\n}\n'
-
-
-def _render(fields: dict[str, Any]) -> bytes:
-    body = json.dumps(fields, indent=2, allow_nan=False)
-    checksum = xxhash.xxh3_128(body.encode()).hexdigest()
-    return (json.dumps({**fields, "checksum": checksum}, indent=2, allow_nan=False) + "\n").encode()
+        raise CorruptEntryError(f"It says {record.rows!r} rows, but lists parts of {found} rows.")

@@ -1,68 +1,65 @@
-"""A few threads for work that numpy and Arrow do outside the interpreter lock."""
+"""Threads for work that numpy and Arrow do outside the interpreter lock.
+
+These are daemon threads rather than executors: an executor rejects work while the interpreter exits, when the last
+dumps are still being encoded, and prevents a process whose load hangs from exiting.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def worker_count() -> int:
-    """How many threads are worth starting on this machine, or in this container."""
+    """The number of threads worth starting on this machine or in this container."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def in_thread(function: Callable[[], Result]) -> Future[Result]:
-    """Start work that rarely needs the interpreter lock on a new thread; a single core does it before this returns."""
+def start_thread(function: Callable[[], Result], name: str) -> Future[Result]:
+    """Call a function on a new thread. Raises ``RuntimeError`` if no thread can be started."""
     future: Future[Result] = Future()
+    threading.Thread(target=_fulfill, args=(future, function), name=name, daemon=True).start()
+    return future
 
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
 
-    try:
-        if worker_count() < 2:
-            raise RuntimeError("nothing would be gained")
-        threading.Thread(target=run, name="rollout-skip-digest", daemon=True).start()
-    except RuntimeError:  # also if the interpreter is shutting down and starts no more threads
-        run()
+def in_thread(function: Callable[[], Result]) -> Future[Result]:
+    """Call a function on a new thread if there are several cores, otherwise on this one before returning."""
+    if worker_count() > 1:
+        with contextlib.suppress(RuntimeError):  # out of threads, or the interpreter is exiting
+            return start_thread(function, "rollout-skip-digest")
+    future: Future[Result] = Future()
+    _fulfill(future, function)
     return future
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """``[function(item) for item in items]``, several at a time and begun in order; the first exception is raised."""
-    results: list[Any] = [None] * len(items)
-    errors: dict[int, BaseException] = {}
-    waiting = iter(range(len(items)))  # each thread takes the next one, so every item is done exactly once
+    """``[function(item) for item in items]``, several at a time, started in order; raises the first exception."""
+    results: list[Future[Result]] = [Future() for _ in items]
+    waiting = iter(range(len(items)))  # each thread takes the next one, so every item is processed exactly once
 
     def work() -> None:
         for index in waiting:
-            try:
-                results[index] = function(items[index])
-            except BaseException as error:
-                errors[index] = error
+            _fulfill(results[index], partial(function, items[index]))
 
-    helpers = [
-        threading.Thread(target=work, name="rollout-skip-codec", daemon=True)
-        for _ in range(min(worker_count(), len(items)) - 1)
-    ]
-    started = []
-    for helper in helpers:
-        try:
-            helper.start()
-        except RuntimeError:
-            break  # the system, or an interpreter that shuts down, starts no more threads: this one does the work
-        started.append(helper)
+    helpers = []
+    with contextlib.suppress(RuntimeError):  # out of threads: the current one does the rest
+        for _ in range(min(worker_count(), len(items)) - 1):
+            helpers.append(start_thread(work, "rollout-skip-codec"))
     work()
-    for helper in started:
-        helper.join()
-    if errors:
-        raise errors[min(errors)]
-    return results
+    wait(helpers)
+    return [result.result() for result in results]
+
+
+def _fulfill(future: Future[Result], function: Callable[[], Result]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,4 +1,4 @@
-"""What touches verl: its trainers with recorded rollouts. Names are imported when first used, because verl is slow."""
+"""verl's trainers with recorded rollouts. Names are imported on first use, because importing verl is slow."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ __all__ = ["SkipDAPOTrainer", "SkipPPOTrainer"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_module("verl")  # first: it imports modules of the user, which may want these names as well
+    import_module("verl")  # first, because it imports user modules that may use these names
     return getattr(import_module(f"{__name__}.v0.trainers"), name)

@@ -1,7 +1,7 @@
-"""Checks that the installed verl has what this package uses, rather than comparing version numbers.
+"""Checks that the installed verl has the functions this package uses, instead of comparing version numbers.
 
-Each trainer family lists what it uses in its own ``compat`` module. Something that is missing or takes different
-parameters is an error that says who needs it; a version that is not tested is a warning.
+Each trainer family lists its functions in its own ``compat`` module. A function that is missing or takes different
+parameters raises an error that says who needs it; an untested version causes a warning.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Need:
         try:
             signature = inspect.signature(function)
         except ValueError:
-            return None  # some functions have no signature; calling it will tell
+            return None  # some functions have no signature; a wrong call will fail
         try:
             signature.bind(*self.positional, **dict.fromkeys(self.keywords))
         except TypeError as error:
@@ -52,15 +52,20 @@ class Need:
         return None
 
 
-# What trainers.engine overrides, so that nothing is started and no weights are gathered.
-_OF_THE_ENGINE = {
-    "AgentLoopManager": (Need("_init_agent_loop_workers", "to start no agent loops", ("self",)),),
+# The methods that trainers.engine overrides, so that nothing is started and no weights are gathered.
+_ENGINE_NEEDS = {
+    "AgentLoopManager": (Need("_init_agent_loop_workers", "to avoid starting agent loops", ("self",)),),
     "RolloutReplica": (
-        Need("launch_servers", "to start no server", ("self",)),
-        Need("init_standalone", "to start no server", ("self",)),
+        Need("launch_servers", "to avoid starting servers", ("self",)),
+        Need("init_standalone", "to avoid starting servers", ("self",)),
     ),
-    "BaseRollout": (Need("update_weights", "to gather no weights", ("self", "weights")),),
+    "BaseRollout": (Need("update_weights", "to avoid gathering weights", ("self", "weights")),),
 }
+# The methods that trainers.weights replaces. The arguments are passed through.
+_WEIGHT_SYNC_NEEDS = (
+    Need("update_weights", "to defer weight syncs", positional=None),
+    Need("sleep_replicas", "to let the engine sleep while steps are loaded", positional=None),
+)
 
 
 def check_trainer(
@@ -70,8 +75,8 @@ def check_trainer(
     reasons = [reason for need in needs if (reason := _explain_method(trainer, need)) is not None]
     if reasons:
         raise UnsupportedTrainerError(
-            f"{trainer.__name__} cannot {impossible}: {'; '.join(reasons)}. Installed is verl "
-            f"{verl_version()}. Supported are {supported}."
+            f"{trainer.__name__} cannot {impossible}: {'; '.join(reasons)}. The installed version of verl is "
+            f"{verl_version()}. Supported trainers: {supported}."
         )
 
 
@@ -86,8 +91,14 @@ def check_functions(owner: Any, name: str, needs: Iterable[Need], advice: str) -
             raise UnsupportedTrainerError(f"{name} of verl {verl_version()} cannot be used: {reason}. {advice}")
 
 
+def check_weight_sync(manager: Any) -> None:
+    """Raise if the weight syncs of a checkpoint manager cannot be deferred."""
+    advice = "Modes that only record (record, refresh) do not need it."
+    check_functions(manager, type(manager).__name__, _WEIGHT_SYNC_NEEDS, advice)
+
+
 def warn_if_untested(tested: Sequence[str], family: str) -> None:
-    """Warn if the installed verl, which has everything that is needed, is not a tested version."""
+    """Warn if the installed verl, which passed all checks, is not a tested version."""
     version = verl_version()
     if version not in tested:
         logger.warning(
@@ -98,7 +109,7 @@ def warn_if_untested(tested: Sequence[str], family: str) -> None:
 
 
 def import_engine() -> ModuleType:
-    """The module with the engine that generates nothing. Raises if the installed verl cannot use it."""
+    """Import the engine that generates nothing. Raises if the installed verl cannot use it."""
     advice = "Use rollout_skip.engine=on, which starts the inference engine even though nothing is generated."
     try:
         engine = import_module("verl_rollout_skip.trainers.engine")
@@ -106,14 +117,14 @@ def import_engine() -> ModuleType:
         raise UnsupportedTrainerError(
             f"A replay without an inference engine is not possible with verl {verl_version()}: {error}. {advice}"
         ) from error
-    for kind, needs in _OF_THE_ENGINE.items():
+    for kind, needs in _ENGINE_NEEDS.items():
         check_functions(getattr(engine, kind), kind, needs, advice)
     return engine
 
 
 def register_rollout(name: str, rollout: str, replica: type) -> None:
-    """Register an engine under a ``rollout.name``: its servers, and by its path the part in the training workers, for
-    which verl has no public function."""
+    """Register an engine under a ``rollout.name``: the class of its servers, and the import path of the class that runs
+    in the training workers. For the latter, verl has no public function."""
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -131,16 +142,16 @@ def _explain_method(trainer: type, need: Need) -> str | None:
     """Check the host trainer's own method, which the mixin calls through ``super()``."""
     kinds = [kind for kind in trainer.__mro__ if not kind.__module__.startswith(_OWN_CODE)]
     method: Any = next((vars(kind)[need.name] for kind in kinds if need.name in vars(kind)), None)
-    reason = _explain_unfollowable(method)
+    reason = _explain_early_return(method)
     if reason is not None:
         return f"its {need.name} {reason}"
     bound = method.__get__(object(), trainer) if hasattr(method, "__get__") else method
     return need.explain_mismatch(bound)
 
 
-def _explain_unfollowable(method: Any) -> str | None:
-    """Why a method returns before its work is done, so that its end cannot be noticed; None if it does not."""
+def _explain_early_return(method: Any) -> str | None:
+    """Why a method returns before its work is done, so that its end cannot be detected; None if it does not."""
     function = inspect.unwrap(method) if callable(method) else method
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return "is asynchronous, so that rollouts are made for later steps"
-    return "is a generator, which does nothing by itself" if inspect.isgeneratorfunction(function) else None
+        return "is asynchronous, so rollouts are generated for later steps"
+    return "is a generator, which does nothing when called" if inspect.isgeneratorfunction(function) else None

@@ -1,7 +1,7 @@
-"""The engine that generates nothing: what verl starts in ``replay`` instead of vLLM or SGLang.
+"""An engine that generates nothing, which verl starts in ``replay`` instead of vLLM or SGLang.
 
-Everything goes through verl's registries and settings: a rollout backend that launches no server and takes no weights,
-a manager without agent-loop workers, and a weight sync that does nothing. verl imports this module in its workers by
+It uses only verl's registries and settings: a rollout backend that launches no server and accepts no weights, a manager
+without agent-loop workers, and a weight sync that does nothing. verl imports this module in its workers through
 ``actor_rollout_ref.model.external_lib``.
 """
 
@@ -24,9 +24,10 @@ from verl_rollout_skip.trainers.compat import register_rollout
 logger = logging.getLogger(__name__)
 
 NAME = "rollout_skip_replay"
-"""The value of ``rollout.name`` under which verl finds it."""
+"""The value of ``rollout.name`` that selects this engine."""
 
-# How many devices a server takes. None is started, so none are taken, and the workers may be fewer than it had.
+# The settings for the number of devices per server. A replay starts no server, so it may have fewer workers than the
+# recording.
 _SERVER_SIZES = (
     "tensor_model_parallel_size",
     "data_parallel_size",
@@ -36,19 +37,19 @@ _SERVER_SIZES = (
 
 
 class ReplayReplica(RolloutReplica):
-    """A replica of no server."""
+    """A replica without servers."""
 
     async def launch_servers(self) -> None:
-        # The load balancer wants an address of its own for each replica; nobody ever connects to it.
+        # The load balancer needs a unique address for each replica, but nothing connects to it.
         self._server_address = f"replay://{self.replica_rank}"
         self._server_handle = cast(Any, None)
 
     def get_ray_class_with_init_args(self) -> Any:
-        """Wanted by verl 0.6.1 of every replica, and used only of those that have workers of their own."""
+        """Abstract in verl 0.6.1, which calls it only for replicas with their own workers."""
         return None
 
     async def init_standalone(self) -> None:
-        # verl would reserve GPUs for it and start a worker on each.
+        # verl would reserve GPUs and start a worker on each.
         await self.launch_servers()
 
     async def sleep(self) -> None:
@@ -59,7 +60,7 @@ class ReplayReplica(RolloutReplica):
 
 
 class ReplayRollout(BaseRollout):
-    """The side of the engine that lives in the training workers."""
+    """The part of the engine that runs in the training workers."""
 
     async def resume(self, tags: list[str]) -> None:
         pass
@@ -70,26 +71,26 @@ class ReplayRollout(BaseRollout):
     async def update_weights(
         self, weights: Generator[Any, None, None], wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
-        # Gathering the weights is what costs: a generator that is closed without being asked gathers nothing.
+        # Gathering the weights is expensive. Closing the generator before its first item gathers nothing.
         if inspect.isgenerator(weights):
             weights.close()
 
 
 class NoAgentLoops(AgentLoopManager):
-    """A manager whose rollouts all come from disk."""
+    """A manager without workers: all rollouts come from disk."""
 
     async def _init_agent_loop_workers(self) -> None:
         self.agent_loop_workers: list[Any] = []
 
     def generate_sequences(self, prompts: Any) -> Any:
         raise EntryNotFoundError(
-            "A rollout was to be generated, and no inference engine was started, because the mode only loads. Set "
+            "The training tries to generate, but no inference engine was started, because the mode only loads. Set "
             "rollout_skip.engine=on if this training generates something besides its rollout steps."
         )
 
 
 class NoWeightSync:
-    """A checkpoint manager without receivers."""
+    """A checkpoint manager that sends no weights."""
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
         self.replicas = replicas
@@ -105,14 +106,14 @@ class NoWeightSync:
 
 
 def without_engine(config: DictConfig, loads_rewards: bool) -> DictConfig:
-    """A copy of a training's configuration that starts no inference engine and validates nothing.
+    """A copy of a training's configuration that starts no inference engine and does not validate.
 
-    ``loads_rewards``: recorded rewards are used, so a reward model whose scores they are is not started either.
+    ``loads_rewards``: recorded rewards are used, so the reward model that computed them is not started either.
     """
     changed = without_reward_model(config) if loads_rewards else copy.deepcopy(config)
     if changed.trainer.get("val_only", False):
         raise ConfigError(
-            "trainer.val_only is True: validation generates, and this mode starts no engine. Use "
+            "trainer.val_only is True: validation generates, but this mode starts no engine. Use "
             "rollout_skip.engine=on."
         )
     rollout, model, trainer = changed.actor_rollout_ref.rollout, changed.actor_rollout_ref.model, changed.trainer
@@ -126,14 +127,14 @@ def without_engine(config: DictConfig, loads_rewards: bool) -> DictConfig:
             if rollout.get(size) is not None:
                 rollout[size] = 1
         if OmegaConf.select(rollout, "disaggregation.enabled"):
-            rollout.disaggregation.enabled = False  # belongs to the servers that are not started
+            rollout.disaggregation.enabled = False  # only affects servers
         if OmegaConf.select(rollout, "prometheus.enable"):
-            rollout.prometheus.enable = False  # there is no server whose metrics could be collected
+            rollout.prometheus.enable = False  # there is no server to collect metrics from
         libraries = model.get("external_lib")
         model.external_lib = [*_listed(libraries), __name__]
         if trainer.get("val_before_train", True) or trainer.get("test_freq", -1) > 0:
             logger.warning(
-                "validation is skipped: it generates, and no inference engine is started "
+                "validation is skipped: it generates, but no inference engine is started "
                 "(rollout_skip.engine=on starts it)"
             )
         trainer.val_before_train = False
@@ -142,14 +143,16 @@ def without_engine(config: DictConfig, loads_rewards: bool) -> DictConfig:
 
 
 def without_reward_model(config: DictConfig) -> DictConfig:
-    """A copy of a configuration without a reward model on devices of its own: its scores are part of the rollouts.
+    """A copy of a configuration without a reward model on its own devices, because rollouts contain its scores.
 
-    One that shares the actor's devices scores after the rollout, so it is needed as ever.
+    A reward model that shares the actor's devices scores after the rollout, so it is still needed.
     """
     changed = copy.deepcopy(config)
     model = OmegaConf.select(changed, "reward.reward_model")
     if model is not None and model.get("enable") and model.get("enable_resource_pool"):
-        logger.info("the reward model is not started: its scores are recorded (rollout_skip.reward=recompute asks it)")
+        logger.info(
+            "the reward model is not started: its scores are recorded (rollout_skip.reward=recompute starts it)"
+        )
         with open_dict(changed):
             model.enable = model.enable_resource_pool = False
     return changed

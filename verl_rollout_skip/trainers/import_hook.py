@@ -1,7 +1,7 @@
 """``call_after_import``: calls a function as soon as a module is imported.
 
-verl loads plugins in ``import verl``, before its trainers, and never calls them again. Importing the trainers from the
-plugin instead would add seconds to the start of every process of verl.
+verl's plugin mechanism imports plugins in ``import verl``, before its trainers, and does not call them again. Importing
+the trainers in the plugin instead would add seconds to the start of every verl process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class _Watcher:
-    """A finder that delegates to the others and calls functions with the module once it is imported."""
+    """A finder that delegates to the finders after it, and calls functions with a module once it is loaded."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Callable[[Any], None]]] = {}
@@ -35,14 +35,14 @@ class _Watcher:
 
 def _watched(spec: ModuleSpec) -> ModuleSpec:
     if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
-        loader: Any = copy.copy(spec.loader)  # another module may have the same one
+        loader: Any = copy.copy(spec.loader)  # other modules may share the original
         loader.exec_module = functools.partial(_exec_module, loader)
         spec.loader = loader
     return spec
 
 
 def _exec_module(loader: Any, module: ModuleType) -> None:
-    del loader.exec_module  # what is left is Python's own loader
+    del loader.exec_module  # restores the original method
     loader.exec_module(module)
     for call in _watcher.calls.pop(module.__name__, []):
         call(module)

@@ -1,8 +1,7 @@
-"""What verl loads by the entry point ``verl.plugins`` in each of its processes, so it imports next to nothing.
+"""The plugin for verl: ``import verl`` loads this module in every process, so it imports almost nothing.
 
-Trainer modes of this package are looked up when somebody asks for one. And when verl makes a trainer that knows nothing
-of recorded rollouts although the configuration asks for them, that is an error instead of a run that skips nothing. A
-training whose configuration does not ask for them never gets to notice any of it, whatever version of verl it uses.
+It registers the V1 trainer modes of this package. It also makes verl's own trainers, which would ignore the settings of
+this package, raise an error if a configuration has them. Other trainings are not affected.
 """
 
 from __future__ import annotations
@@ -22,18 +21,15 @@ MODES = {
     "skip_separate_async": "SkipPPOTrainerSeparateAsync",
 }
 
-# config.py has them too, but is not imported for trainings that have none of them.
+# Repeated from config/, which is not imported for trainings that have neither key.
 _KEYS = ("rollout_skip", "actor_rollout_ref.rollout.skip_rollout")
 
 Advise = Callable[[str, Any], str]
-"""What to do instead, for the name of a trainer and its configuration."""
-
-
-# The trainers
+"""Returns advice for the name of a trainer and its configuration."""
 
 
 def offer_trainers(module: Any) -> None:
-    """``verl.trainer.ppo.v1`` was imported: let it find our trainers, and guard its own."""
+    """Called when ``verl.trainer.ppo.v1`` is imported: make our trainers available, and guard verl's own."""
     guard_trainer(getattr(module, "PPOTrainer", None), _advise_v1)
     find = getattr(module, "get_trainer_cls", None)
     if find is None:
@@ -61,32 +57,30 @@ def _register_trainers(mode: str) -> None:
         ) from error
 
 
-# The guards
-
-
 def guard_trainer(trainer: Any, advise: Advise) -> None:
-    """Let a trainer of verl refuse a configuration that asks for recorded rollouts, which it knows nothing of."""
+    """Make one of verl's trainers raise if the configuration asks for recorded rollouts, which it would ignore."""
     if not inspect.isclass(trainer):
         return
     kind: Any = trainer
-    make = kind.__init__
+    init = kind.__init__
 
-    @functools.wraps(make)
-    def make_or_refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(init)
+    def init_or_refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         if not hasattr(self, "rollout_skip"):
             _refuse_skip(type(self).__name__, _config_of(args, kwargs), advise)
-        make(self, *args, **kwargs)
+        init(self, *args, **kwargs)
 
-    kind.__init__ = make_or_refuse
+    kind.__init__ = init_or_refuse
 
 
 def guard_v0(module: Any) -> None:
-    """``verl.trainer.ppo.ray_trainer`` was imported."""
+    """Called when ``verl.trainer.ppo.ray_trainer`` is imported."""
     guard_trainer(getattr(module, "RayPPOTrainer", None), _advise_v0)
 
 
 def guard_fully_async(module: Any) -> None:
-    """The same for ``verl.experimental.fully_async_policy``, whose trainer is made in another process."""
+    """Called when ``verl.trainer.main_ppo`` is imported: guard ``fully_async_policy``, whose trainer is created in
+    another process."""
     run = getattr(module, "run_ppo", None)
     if run is None:
         return
@@ -102,7 +96,7 @@ def guard_fully_async(module: Any) -> None:
 
 
 def asks_for_skip(config: Any) -> bool:
-    """Whether a training's configuration names this package at all. Never raises."""
+    """Whether a training's configuration mentions this package. Never raises."""
     from omegaconf import DictConfig, OmegaConf
 
     return isinstance(config, DictConfig) and any(
@@ -113,9 +107,9 @@ def asks_for_skip(config: Any) -> bool:
 def _refuse_skip(who: str, config: Any, advise: Advise) -> None:
     from omegaconf import DictConfig
 
-    from verl_rollout_skip.config import BLOCK, SkipConfig, refuse_misspelled
+    from verl_rollout_skip.config.modes import Mode
+    from verl_rollout_skip.config.skip_config import BLOCK, SkipConfig, refuse_misspelled
     from verl_rollout_skip.errors import InertError
-    from verl_rollout_skip.modes import Mode
 
     if isinstance(config, DictConfig):
         refuse_misspelled(config)
@@ -124,7 +118,7 @@ def _refuse_skip(who: str, config: Any, advise: Advise) -> None:
     mode = SkipConfig.from_config(config).mode
     if mode is not Mode.OFF:
         raise InertError(
-            f"{BLOCK}.mode is {mode.value!r}, and {who} knows nothing of recorded rollouts: nothing would be recorded "
+            f"{BLOCK}.mode is {mode.value!r}, but {who} does not support recorded rollouts: nothing would be recorded "
             f"or replayed. {advise(who, config)}"
         )
 
@@ -135,8 +129,8 @@ def _config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _advise_v0(who: str, config: Any) -> str:
     return (
-        f"Use recipes/ppo or recipes/dapo, or a class of your own: class MyTrainer(RolloutSkipMixin, {who}), with "
-        "RolloutSkipMixin of verl_rollout_skip."
+        f"Use recipes/ppo or recipes/dapo, or write class MyTrainer(RolloutSkipMixin, {who}), with RolloutSkipMixin "
+        "from verl_rollout_skip."
     )
 
 
@@ -148,7 +142,7 @@ def _advise_v1(who: str, config: Any) -> str:
         return f"Set trainer.v1.trainer_mode={mode}."
     return (
         f"Set trainer.v1.trainer_mode={' or '.join(MODES)}, or write class MyTrainer(RolloutSkipMixin, {who}), with "
-        "RolloutSkipMixin of verl_rollout_skip.v1."
+        "RolloutSkipMixin from verl_rollout_skip.v1."
     )
 
 

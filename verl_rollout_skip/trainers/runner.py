@@ -1,6 +1,6 @@
-"""Entry points: ``train``, and ``SkipTaskRunner`` for verl's ``run_ppo``, which trains with the trainer class you name.
+"""Entry points: ``train``, and ``SkipTaskRunner`` for verl's ``run_ppo``, which creates the trainer class you name.
 
-verl's own task runner names ``RayPPOTrainer`` in its code; this one has it as an attribute and does the same otherwise.
+verl's task runner hard-codes ``RayPPOTrainer``. Here the class is an attribute; everything else is the same.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_cr
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from verl_rollout_skip.config import SkipConfig
+from verl_rollout_skip.config.skip_config import SkipConfig
 from verl_rollout_skip.trainers.engine import without_reward_model
 from verl_rollout_skip.trainers.v0.trainers import SkipPPOTrainer
 from verl_rollout_skip.trainers.v1.compat import use_skip_trainer
 
 
 class SkipTaskRunner(BaseTaskRunner):
-    """Makes the trainer, its workers and data, and lets it train: ``run_ppo(config, ray.remote(SkipTaskRunner))``."""
+    """Creates the trainer, its workers and data, and trains: ``run_ppo(config, ray.remote(SkipTaskRunner))``."""
 
     trainer_class: type = SkipPPOTrainer
 
@@ -52,12 +52,12 @@ class SkipTaskRunner(BaseTaskRunner):
         trainer.fit()
 
     def make_sampler(self, config: DictConfig, dataset: Any) -> Any:
-        """The order of the training data; to be overridden for one of your own."""
+        """The sampler of the training data. Override this to use your own."""
         return create_rl_sampler(config.data, dataset)
 
 
 def train(config: DictConfig, task_runner: type = SkipTaskRunner) -> None:
-    """What verl's own entry point does, with recorded rollouts: V1 or V0, as ``trainer.use_v1`` says."""
+    """Train with recorded rollouts. Otherwise the same as verl's entry point: V1 or V0 according to ``use_v1``."""
     if config.trainer.use_v1:
         _validate(config)
         use_skip_trainer(config)
@@ -67,13 +67,13 @@ def train(config: DictConfig, task_runner: type = SkipTaskRunner) -> None:
 
 
 def _resources(config: DictConfig) -> DictConfig:
-    """The configuration by which devices are set aside: none for a reward model that a replay does not start."""
+    """The configuration for the resource pools: no devices for a reward model that a replay does not start."""
     settings = SkipConfig.from_config(config)
     return config if settings.starts_engine or not settings.loads_rewards else without_reward_model(config)
 
 
 def _validate(config: DictConfig) -> None:
-    """verl's own check of its settings, which its entry points do and its trainers do not."""
+    """Run verl's check of its settings, which its entry points call but its trainers do not."""
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
 
 

@@ -1,4 +1,4 @@
-// Making elements. Text from recordings goes through `text`, `visible` or children, never through markup.
+// Creates elements and formats values. Recorded text is inserted only as text nodes, never as markup.
 
 const byId = (id) => document.getElementById(id);
 
@@ -24,8 +24,9 @@ function fill(element, { text, on = {}, ...attributes }) {
   for (const [name, handler] of Object.entries(on)) element.addEventListener(name, handler);
 }
 
-// Characters that cannot be seen, or that change how others are shown: controls, directions, separators, tags. The ones
-// that join and vary letters (U+200C, U+200D, U+FE00 to U+FE0F) stay: scripts and emoji need them.
+// Invisible characters and characters that change how others are displayed: control characters, bidirectional marks,
+// separators, tags. Joiners and variation selectors (U+200C, U+200D, U+FE00 to U+FE0F) are not escaped, because scripts and
+// emoji need them.
 const INVISIBLE = new RegExp(
   "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u180e\\u200b\\u200e\\u200f" +
     "\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}\\ud800-\\udfff]",
@@ -37,7 +38,7 @@ function visible(text) {
   let end = 0;
   for (const match of text.matchAll(INVISIBLE)) {
     if (match.index > end) parts.append(text.slice(end, match.index));
-    parts.append(el("span", { class: "unseen", text: codeName(match[0].codePointAt(0)) }));
+    parts.append(el("span", { class: "invisible", text: codeName(match[0].codePointAt(0)) }));
     end = match.index + match[0].length;
   }
   if (end < text.length) parts.append(text.slice(end));
@@ -58,11 +59,11 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 function format(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   if (!isNumber(value)) return plainVisible(String(value));
-  if (Number.isInteger(value)) return value.toLocaleString("en-GB");
-  return value.toLocaleString("en-GB", { maximumFractionDigits: digits });
+  if (Number.isInteger(value)) return value.toLocaleString("en-US");
+  return value.toLocaleString("en-US", { maximumFractionDigits: digits });
 }
 
-const percent = (value) => (isNumber(value) ? `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %` : "–");
+const percent = (value) => (isNumber(value) ? `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%` : "–");
 
 function bytes(value) {
   if (!isNumber(value)) return "–";
@@ -77,18 +78,18 @@ function seconds(value) {
   if (!isNumber(value)) return "–";
   if (value === 0) return "0 s";
   if (value < 1) return `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms`;
-  return value < 100 ? `${value.toFixed(1)} s` : `${Math.round(value).toLocaleString("en-GB")} s`;
+  return value < 100 ? `${value.toFixed(1)} s` : `${Math.round(value).toLocaleString("en-US")} s`;
 }
 
-// Put these nodes into a container in this order and touch only what changed: focus and open parts stay as they are.
-function arrange(container, nodes) {
-  nodes.forEach((node, place) => {
-    if (container.children[place] !== node) container.insertBefore(node, container.children[place] ?? null);
+// Make these nodes the children of a container. Only moves nodes that changed, so focus and open details are kept.
+function syncChildren(container, nodes) {
+  nodes.forEach((node, index) => {
+    if (container.children[index] !== node) container.insertBefore(node, container.children[index] ?? null);
   });
   while (container.children.length > nodes.length) container.lastElementChild.remove();
 }
 
-function later(action, wait) {
+function debounce(action, wait) {
   let timer = 0;
   return () => {
     clearTimeout(timer);

@@ -1,4 +1,4 @@
-// Which groups are shown, and in which order. The choice is kept in the address, so that a reload does not lose it.
+// Filters and sorts the groups. The filters are saved in the URL, so they survive a reload.
 
 const FIELDS = {
   text: "f-text",
@@ -40,13 +40,13 @@ function chosenGroups() {
   const wanted = filters();
   const steps = parseSteps(wanted.steps);
   byId("f-steps").ariaInvalid = String(steps === null);
-  byId("steps-error").textContent = steps === null ? "Steps are numbers and ranges, such as 3 or 10-20, 40." : "";
+  byId("steps-error").textContent = steps === null ? "Enter steps and ranges, for example 3 or 10-20, 40." : "";
   return allGroups()
-    .filter((group) => fits(group, wanted, steps ?? []))
+    .filter((group) => matchesFilters(group, wanted, steps ?? []))
     .sort(ORDERS[wanted.order] ?? ORDERS.step);
 }
 
-function fits(group, wanted, steps) {
+function matchesFilters(group, wanted, steps) {
   const { step, gen_batch } = group.entry;
   if (steps.length && !steps.some(([from, to, batch]) => from <= step && step <= to && (batch ?? gen_batch) === gen_batch)) {
     return false;
@@ -69,7 +69,7 @@ function outcomeOf(group) {
   return group.passed === 0 ? "none" : group.passed === group.rows.length ? "all" : "mixed";
 }
 
-// "3, 10-20" and, for one generation batch of a step, "3.1".
+// Parses "3, 10-20", and "3.1" for a single generation batch of a step.
 function parseSteps(text) {
   const found = [];
   for (const part of text.split(",").map((one) => one.trim()).filter(Boolean)) {
@@ -101,7 +101,7 @@ function drawSources() {
   }
 }
 
-function drawLook() {
+function applyDisplayOptions() {
   const { shade, special, space } = filters();
   byId("groups").classList.toggle("shaded", shade);
   byId("groups").classList.toggle("specials", special);
@@ -136,6 +136,6 @@ function loadFilters() {
 function changed() {
   firstPage();
   saveFilters();
-  drawLook();
+  applyDisplayOptions();
   drawGroups();
 }

@@ -1,45 +1,45 @@
-// The live view: asks its server what is new and adds it, without touching what the user has chosen.
+// The live view: polls the server for changes and adds them without changing filters, sorting or open cards.
 
-const EVERY_MS = 1500;
+const POLL_MS = 1500;
 let revision = 0;
 
-async function ask(what) {
+async function fetchJson(what) {
   const answer = await fetch(what, { cache: "no-store", credentials: "omit", redirect: "error" });
   if (!answer.ok) throw new Error(`${answer.status}: ${await answer.text()}`);
   return answer.json();
 }
 
-async function follow() {
-  let wait = EVERY_MS;
+async function poll() {
+  let wait = POLL_MS;
   try {
-    const news = await ask(`api/news?after=${revision}`);
+    const news = await fetchJson(`api/news?after=${revision}`);
     revision = news.revision;
     news.removed.forEach(removeEntry);
-    news.entries.forEach(putEntry);
+    news.entries.forEach(addEntry);
     if (news.entries.length || news.removed.length) drawAll();
     drawNotes(news.problems, news.left_out);
-    tellLive(news.reading ? `reading, ${format(news.reading)} to go` : "live", "good");
+    showStatus(news.reading ? `reading, ${format(news.reading)} left` : "live", "good");
     if (news.more) wait = 0;
   } catch (error) {
-    tellLive("no connection", "bad");
-    wait = 2 * EVERY_MS;
+    showStatus("no connection", "bad");
+    wait = 2 * POLL_MS;
   }
-  setTimeout(follow, wait);
+  setTimeout(poll, wait);
 }
 
-function tellLive(text, kind) {
+function showStatus(text, kind) {
   const pill = byId("live");
   pill.hidden = false;
   pill.className = `pill ${kind}`;
   const steps = `${format(entries.size)} ${entries.size === 1 ? "step" : "steps"}`;
-  const words = `${text} · ${steps}`;
-  if (pill.textContent !== words) pill.textContent = words;
+  const label = `${text} · ${steps}`;
+  if (pill.textContent !== label) pill.textContent = label;
 }
 
 async function loadMore(entry, button) {
-  await busy(button, async () => {
+  await withBusyButton(button, async () => {
     const asked = `step=${entry.step}&gen_batch=${entry.gen_batch}&start=${entry.loaded ?? entry.groups.length}`;
-    const found = await ask(`api/groups?${asked}`);
+    const found = await fetchJson(`api/groups?${asked}`);
     entry.loaded = (entry.loaded ?? entry.groups.length) + found.groups.length;
     addGroups(entry, found);
     drawAll();
@@ -48,23 +48,23 @@ async function loadMore(entry, button) {
 }
 
 async function loadGroup(group, button) {
-  await busy(button, async () => {
+  await withBusyButton(button, async () => {
     const { step, gen_batch } = group.entry;
-    const found = await ask(`api/group?step=${step}&gen_batch=${gen_batch}&number=${group.number}`);
-    forgetCard(group);
+    const found = await fetchJson(`api/group?step=${step}&gen_batch=${gen_batch}&number=${group.number}`);
+    dropCard(group);
     addGroups(group.entry, found);
     drawGroups();
   });
 }
 
-async function busy(button, work) {
+async function withBusyButton(button, work) {
   const text = button.textContent;
   button.disabled = true;
   button.textContent = "loading…";
   try {
     await work();
   } catch (error) {
-    button.textContent = `not loaded (${plainVisible(error.message)}); try again`;
+    button.textContent = `failed (${plainVisible(error.message)}), try again`;
     button.disabled = false;
     return;
   }

@@ -1,4 +1,4 @@
-// Puts the page together and keeps it in step with what the user does.
+// Draws the page and handles user input.
 
 const THEMES = ["auto", "light", "dark"];
 
@@ -10,8 +10,8 @@ function drawHead() {
   const facts = head.facts.map(([name, value]) =>
     el("div", {}, el("dt", {}, visible(name)), el("dd", {}, visible(value))));
   byId("facts").replaceChildren(...facts);
-  byId("made").textContent = `Made by ${head.made_by} at ${head.made_at}. This page loads nothing from anywhere.`;
-  if (head.live) byId("made").textContent = `Served by ${head.made_by} on this machine. It only reads.`;
+  byId("made").textContent = `Created by ${head.made_by} at ${head.made_at}. This page does not load anything.`;
+  if (head.live) byId("made").textContent = `Served by ${head.made_by} on this machine, read-only.`;
 }
 
 function drawNotes(problems, left) {
@@ -43,7 +43,7 @@ function readTheme() {
   try {
     return localStorage.getItem("rollout-skip-theme") ?? "auto";
   } catch {
-    return "auto"; // a page from a file may not be allowed to keep anything
+    return "auto"; // a page opened from a file may have no access to local storage
   }
 }
 
@@ -99,10 +99,10 @@ function listen() {
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("reset", () => setTimeout(changed));
   form.addEventListener("change", changed);
-  form.addEventListener("input", later(changed, 150));
+  form.addEventListener("input", debounce(changed, 150));
   byId("more").addEventListener("click", showMore);
   byId("all-steps").addEventListener("click", () => {
-    everyRow = true;
+    showAllRows = true;
     drawTable();
   });
   byId("theme").addEventListener("click", nextTheme);
@@ -114,11 +114,11 @@ function listen() {
 setTheme(readTheme());
 drawHead();
 drawLegend();
-data.entries.forEach(putEntry);
+data.entries.forEach(addEntry);
 loadFilters();
-drawLook();
+applyDisplayOptions();
 listen();
 drawAll();
 drawNotes(head.problems, head.left_out);
-if (head.live) follow();
+if (head.live) poll();
 document.documentElement.dataset.ready = "yes";

@@ -1,4 +1,4 @@
-// What is shown: the recording's head, its rollout steps, and their groups.
+// The data of the page: the recording's metadata, its rollout steps, and their groups.
 
 const TEXT = 0;
 const SPECIAL = 1;
@@ -17,7 +17,7 @@ const entryName = (entry) =>
 let batchesSeen = false;
 const severalBatches = () => batchesSeen;
 
-function putEntry(entry) {
+function addEntry(entry) {
   batchesSeen ||= entry.gen_batch > 0;
   entries.set(entryId(entry), entry);
   adoptGroups(entry, entry.groups, entry.vocabulary ?? []);
@@ -43,7 +43,7 @@ function adoptGroups(entry, groups, vocabulary) {
   }
 }
 
-// Groups that were fetched later take the place of the ones that have the same number.
+// Fetched groups replace those with the same number.
 function addGroups(entry, { groups, vocabulary }) {
   adoptGroups(entry, groups, vocabulary);
   const byNumber = new Map([...entry.groups, ...groups].map((group) => [group.number, group]));

@@ -1,6 +1,6 @@
-// One row for each rollout step; any column sorts.
+// A table with one row per rollout step, sortable by any column.
 
-const FIRST_ROWS = 60;
+const INITIAL_ROWS = 60;
 const COLUMNS = [
   { key: "step", label: "Step", value: (entry) => entry.step, show: (value) => String(value) },
   { key: "gen_batch", label: "Batch", title: "Generation batch within the step", value: (entry) => entry.gen_batch },
@@ -9,15 +9,15 @@ const COLUMNS = [
   { key: "score_std", label: "± std", title: "Standard deviation of the scores" },
   { key: "pass_rate", label: "Pass rate", show: percent },
   { key: "length_p50", label: "Median length", title: "Median response length in tokens", show: (v) => format(v, 0) },
-  { key: "length_p90", label: "90 %", title: "90th percentile of the response length", show: (v) => format(v, 0) },
+  { key: "length_p90", label: "p90 length", title: "90th percentile of the response length", show: (v) => format(v, 0) },
   { key: "length_max", label: "Longest" },
-  { key: "at_limit", label: "At limit", title: "Responses as long as the limit", show: percent },
+  { key: "at_limit", label: "At limit", title: "Responses at the length limit", show: percent },
   { key: "zero_variance", label: "No variance", title: "Groups whose scores are all equal", show: percent },
   { key: "generate_s", label: "Generated in", show: seconds },
   { key: "bytes", label: "Size", show: bytes },
 ];
 const order = { key: "step", down: false };
-let everyRow = false;
+let showAllRows = false;
 
 const columnValue = (column, entry) => {
   if (column.value) return column.value(entry);
@@ -38,18 +38,18 @@ function drawTable() {
   const table = byId("steps");
   if (!table.tHead) table.append(el("thead", {}, el("tr")), el("tbody"));
   const columns = COLUMNS.filter(({ key }) => key !== "gen_batch" || severalBatches());
-  arrangeHead(table.tHead.rows[0], columns);
+  drawHeader(table.tHead.rows[0], columns);
   const rows = sortedEntries();
-  const shown = everyRow ? rows : rows.slice(0, FIRST_ROWS);
+  const shown = showAllRows ? rows : rows.slice(0, INITIAL_ROWS);
   const focused = document.activeElement?.closest?.("tbody tr")?.dataset.entry;
   table.tBodies[0].replaceChildren(...shown.map((entry) => tableRow(entry, columns)));
   if (focused) table.querySelector(`tr[data-entry="${CSS.escape(focused)}"] button`)?.focus();
   const button = byId("all-steps");
   button.hidden = shown.length === rows.length;
-  button.textContent = `Show all ${rows.length.toLocaleString("en-GB")} rows`;
+  button.textContent = `Show all ${rows.length.toLocaleString("en-US")} rows`;
 }
 
-function arrangeHead(row, columns) {
+function drawHeader(row, columns) {
   if (row.cells.length !== columns.length + 1) {
     const cells = columns.map(({ key, label, title }) => {
       const press = () => sortBy(key);

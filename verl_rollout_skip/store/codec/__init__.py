@@ -1,6 +1,6 @@
-"""Rollouts to Parquet and back: ``prepare`` and ``plan`` on the way in, ``Reader`` on the way out.
+"""Rollouts to Parquet and back: ``prepare`` and ``Plan`` write, ``Reader`` reads.
 
-The names are imported when they are used: they need torch, and those who only look at columns do not.
+The names are imported lazily: they need torch, and code that only reads columns does not.
 """
 
 from __future__ import annotations
@@ -9,19 +9,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from verl_rollout_skip.store.codec.columns import prompt_digests
     from verl_rollout_skip.store.codec.decoder import Reader
-    from verl_rollout_skip.store.codec.encoder import Plan, Summary, plan
-    from verl_rollout_skip.store.codec.prepared import Prepared, Proof, TakenBatch, prepare, take
-    from verl_rollout_skip.store.codec.rows import prompt_digests
+    from verl_rollout_skip.store.codec.encoder import Plan, Summary
+    from verl_rollout_skip.store.codec.snapshot import BatchSnapshot, Copy, Prepared, Proof, prepare, take_snapshot
 
 _HOMES = {
-    **dict.fromkeys(("Prepared", "Proof", "TakenBatch", "prepare", "take"), "prepared"),
-    **dict.fromkeys(("Plan", "Summary", "plan"), "encoder"),
+    **dict.fromkeys(("BatchSnapshot", "Copy", "Prepared", "Proof", "prepare", "take_snapshot"), "snapshot"),
+    **dict.fromkeys(("Plan", "Summary"), "encoder"),
     "Reader": "decoder",
-    "prompt_digests": "rows",
+    "prompt_digests": "columns",
 }
 
-__all__ = ["Plan", "Prepared", "Proof", "Reader", "Summary", "TakenBatch", "plan", "prepare", "prompt_digests", "take"]
+__all__ = [
+    "BatchSnapshot",
+    "Copy",
+    "Plan",
+    "Prepared",
+    "Proof",
+    "Reader",
+    "Summary",
+    "prepare",
+    "prompt_digests",
+    "take_snapshot",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,14 @@
-"""The two shapes in which verl hands rollouts around, taken apart into one neutral shape and put together again.
+"""verl's two kinds of batch, flattened into one neutral ``Batch`` and back.
 
-``DataProto`` is recognised by its attributes, so that this module works without verl; it is imported only to
-rebuild one. Nothing here copies tensor data: a taken-apart batch shares storage with the original.
+``DataProto`` is recognized by its attributes, so this module works without verl, which is imported only to
+rebuild one. Nothing here copies tensor data: a flattened batch shares storage with the original.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -21,7 +22,7 @@ Path = tuple[str, ...]
 
 
 class BatchKind(str, Enum):
-    """What kind of object a batch is, or is to become."""
+    """The type of a batch object."""
 
     DATAPROTO = "DataProto"
     """verl's DataProto: tensors, numpy arrays and meta_info."""
@@ -31,12 +32,12 @@ class BatchKind(str, Enum):
 
 @dataclass
 class Batch:
-    """A batch, taken apart.
+    """A flattened batch.
 
-    ``tensors`` and ``arrays`` have one row a trajectory and are keyed by path (nested TensorDicts have paths of
-    several parts); ``meta`` belongs to the batch as a whole. ``order`` is the order of all keys of a TensorDict, those
-    of nested ones included. ``nodes`` holds the batch size of each nested TensorDict, the root under the empty path; a
-    DataProto without tensors has none.
+    ``tensors`` and ``arrays`` have one row per trajectory and are keyed by path (nested TensorDicts have paths of
+    several components); ``meta`` belongs to the batch as a whole. ``order`` is the order of all keys of a TensorDict,
+    including nested ones. ``nodes`` maps each nested TensorDict to its batch size, the root under the empty path; it is
+    empty for a DataProto without tensors.
     """
 
     kind: BatchKind
@@ -52,23 +53,23 @@ class Batch:
 def flatten(batch: Any) -> Batch:
     """Turn a DataProto or a TensorDict into a ``Batch`` that shares its storage."""
     if isinstance(batch, TensorDict):
-        taken = _take_tensordict(batch)
+        flat = _flatten_tensordict(batch)
     elif all(hasattr(batch, name) for name in ("batch", "non_tensor_batch", "meta_info")):
-        taken = _take_dataproto(batch)
+        flat = _flatten_dataproto(batch)
     else:
         raise UnsupportedBatchError(
             f"Cannot store a {_type_name(batch)} as a rollout. Pass verl's DataProto or a tensordict.TensorDict."
         )
-    for path in [*taken.order, *taken.arrays, *taken.nodes]:
+    for path in [*flat.order, *flat.arrays, *flat.nodes]:
         try:
             "".join(path).encode()
         except UnicodeEncodeError:
-            raise UnsupportedBatchError(f"Cannot store the key {path!r}: it is no valid Unicode text.") from None
-    return taken
+            raise UnsupportedBatchError(f"Cannot store the key {path!r}: it is not valid Unicode text.") from None
+    return flat
 
 
 def unflatten(batch: Batch, kind: BatchKind | None = None) -> Any:
-    """The inverse of ``flatten``; ``kind`` overrides what the batch was."""
+    """The inverse of ``flatten``; ``kind`` overrides the original type."""
     if (kind or batch.kind) is BatchKind.DATAPROTO:
         if batch.kind is not BatchKind.DATAPROTO:
             raise UnsupportedBatchError(
@@ -79,13 +80,13 @@ def unflatten(batch: Batch, kind: BatchKind | None = None) -> Any:
     return _make_tensordict(batch)
 
 
-def _take_dataproto(proto: Any) -> Batch:
+def _flatten_dataproto(proto: Any) -> Batch:
     if proto.batch is not None:
-        batch = _take_tensordict(proto.batch)
+        batch = _flatten_tensordict(proto.batch)
         if batch.arrays or batch.meta:
             keys = [".".join(path) for path in [*batch.arrays, *batch.meta]]
             raise UnsupportedBatchError(
-                f"DataProto.batch holds non-tensors under {keys}; they belong in non_tensor_batch."
+                f"DataProto.batch contains non-tensors under {keys}; they belong in non_tensor_batch."
             )
     else:
         first = next(iter(proto.non_tensor_batch.values()), None)
@@ -94,7 +95,7 @@ def _take_dataproto(proto: Any) -> Batch:
     for key, array in proto.non_tensor_batch.items():
         if not isinstance(key, str) or not isinstance(array, np.ndarray):
             raise UnsupportedBatchError(
-                f"non_tensor_batch[{key!r}] is a {_type_name(array)}; DataProto holds numpy arrays under string keys."
+                f"non_tensor_batch[{key!r}] is a {_type_name(array)}; DataProto stores numpy arrays under string keys."
             )
         if array.ndim == 0 or len(array) != batch.rows:
             raise UnsupportedBatchError(
@@ -105,7 +106,7 @@ def _take_dataproto(proto: Any) -> Batch:
     return batch
 
 
-def _take_tensordict(tensordict: TensorDict) -> Batch:
+def _flatten_tensordict(tensordict: TensorDict) -> Batch:
     if tensordict.batch_dims < 1:
         raise UnsupportedBatchError("Cannot store a TensorDict without a batch dimension: give it batch_size=[rows].")
     batch = Batch(BatchKind.TENSORDICT, int(tensordict.batch_size[0]))
@@ -157,14 +158,16 @@ def _make_dataproto(batch: Batch) -> Any:
 
 
 def _make_tensordict(batch: Batch) -> TensorDict:
-    tensordict = _nest(batch)
-    if batch.kind is BatchKind.DATAPROTO:
-        # As verl's DataProto.to_tensordict does it: a NonTensorStack for an array, NonTensorData for meta_info.
-        for path, array in batch.arrays.items():
-            _set_new(tensordict, path[0], _stack(array))
-        for key, value in batch.meta.items():
-            _set_new(tensordict, str(key), NonTensorData(value))
-    return tensordict
+    if batch.kind is BatchKind.TENSORDICT:
+        return _nest(batch)
+    # Like verl's DataProto.to_tensordict: a NonTensorStack for an array, NonTensorData for meta_info.
+    meta = {(str(key),): value for key, value in batch.meta.items()}
+    order = [*batch.order, *batch.arrays, *((str(key),) for key in batch.meta)]
+    twice = [path for path, count in Counter(order).items() if count > 1]
+    if twice:
+        name = ".".join(twice[0])
+        raise UnsupportedBatchError(f"{name!r} is in more than one part of the DataProto; a TensorDict has only one.")
+    return _nest(replace(batch, order=order, meta=meta))
 
 
 def _leaf(batch: Batch, path: Path) -> Any:
@@ -175,20 +178,14 @@ def _leaf(batch: Batch, path: Path) -> Any:
     return _stack(batch.arrays[path]) if path in batch.arrays else NonTensorData(batch.meta[path])
 
 
-def _set_new(tensordict: TensorDict, key: str, value: Any) -> None:
-    if key in tensordict.keys():  # noqa: SIM118 - `in` of a TensorDict asks for something else
-        raise UnsupportedBatchError(f"{key!r} is in more than one part of the DataProto; a TensorDict has only one.")
-    tensordict.set(key, value)
-
-
 def _stack(array: np.ndarray) -> NonTensorStack:
     if len(array) == 0:
-        raise UnsupportedBatchError("A TensorDict of 0 rows cannot hold non-tensors; read it as a DataProto.")
+        raise UnsupportedBatchError("A TensorDict of 0 rows cannot contain non-tensors; read it as a DataProto.")
     return NonTensorStack.from_list([NonTensorData(cell) for cell in array])
 
 
 def _nest(batch: Batch) -> TensorDict:
-    """The TensorDict with its nested ones, key by key in their order: a nested one comes before its own keys."""
+    """Build the TensorDict and its nested ones, key by key in order: a nested one comes before its own keys."""
     root = TensorDict({}, batch_size=batch.nodes.get((), (batch.rows,)), device=batch.device)
     made: dict[Path, TensorDict] = {(): root}
     for path in batch.order:

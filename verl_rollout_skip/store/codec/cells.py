@@ -1,9 +1,9 @@
-"""Python objects in cells and in meta_info, as JSON text that anyone can read and that comes back exactly.
+"""Python objects in cells and in meta_info, as readable JSON text that round-trips exactly.
 
-What JSON has no word for is written as ``{"$type": …}``: tuples, bytes, numpy and torch values, non-finite floats.
-Bulk data (arrays, tensors, images, bytes) goes beside the text as *blobs*. A type that is not listed here is an
-error that names it: there is no fallback that could run code when it is read. Torch is imported where a tensor is made
-of its bits, so that cells can be shown without it.
+Values that JSON cannot express are written as ``{"$type": …}``: tuples, bytes, numpy and torch values, non-finite
+floats. Bulk data (arrays, tensors, images, bytes) is kept apart from the text as *blobs*. An unlisted type raises an
+error that names it: there is no fallback that could run code at load time. Torch is imported only to rebuild a tensor,
+so cells can be shown without it; Pillow only to rebuild an image.
 """
 
 from __future__ import annotations
@@ -13,75 +13,91 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
-from verl_rollout_skip.store.codec import images
-from verl_rollout_skip.store.codec.blobs import Blob, CellBlobs, blob_view, is_tensor
-from verl_rollout_skip.store.codec.dtypes import TORCH_BITS
-
-if TYPE_CHECKING:
-    import torch
+from verl_rollout_skip.store.codec.dtypes import TORCH_BITS, natural
 
 TYPE = "$type"
 MAX_DEPTH = 100
-# Made once, because `json.dumps` makes one at each call; what contains itself is found before, by its depth.
+# Created once, because `json.dumps` creates one per call; the depth limit catches values that contain themselves.
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
 INT64 = range(-(2**63), 2**63)
-# Fixed-size numpy dtypes only: no objects, no structures.
+# Fixed-size numpy dtypes only: no objects, no structs.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8\[\d*[a-zA-Z]+\])")
+_BYTES_PER_PIXEL = {
+    **dict.fromkeys(("L", "P"), 1),
+    **dict.fromkeys(("LA", "La", "PA", "I;16", "I;16B", "I;16L", "I;16N"), 2),
+    **dict.fromkeys(("RGB", "YCbCr", "LAB", "HSV"), 3),
+    **dict.fromkeys(("RGBA", "RGBX", "RGBa", "CMYK", "I", "F"), 4),
+}
+_IMAGE_MODES = ("1", *_BYTES_PER_PIXEL)
+_PALETTE_MODES = ("P", "PA")
 
-_Readers = Mapping[Any, Callable[[dict[str, Any], CellBlobs, "_Readers"], Any]]
-"""How what was written as ``{"$type": …}`` is read, by type."""
+Blob = Any
+"""Bulk data by reference: bytes, a numpy array, a tensor or an image; ``blob_view`` returns its bytes."""
+
+
+@dataclass(frozen=True)
+class CellBlobs:
+    """The blobs of one cell, numbered as in its JSON text; ``numbers`` are their numbers in the part."""
+
+    make_blob: Callable[[int, Hashable, Callable[[Any], Any]], Any]
+    numbers: Sequence[int]
+
+    @classmethod
+    def of(cls, blobs: Sequence[bytes]) -> CellBlobs:
+        """Blobs that belong to a single cell."""
+        return cls(lambda number, kind, make: make(blobs[number]), range(len(blobs)))
+
+    def make(self, tag: dict[str, Any], kind: Hashable, make: Callable[[Any], Any]) -> Any:
+        """Call ``make`` on the blob of a tag; cells that ask for the same ``kind`` may share the result."""
+        return self.make_blob(self.numbers[natural(tag["blob"])], kind, make)
 
 
 def encode(value: Any, blobs: list[Blob], where: str) -> str:
     """JSON text of one value; its bulk data is appended to ``blobs``."""
     if type(value) is dict and not value:
-        return "{}"  # what verl puts into thousands of cells if there are no images
+        return "{}"  # verl fills thousands of cells with it if there are no images
     try:
         tree = value if _is_plain(value, MAX_DEPTH) else _tag(value, blobs, where, MAX_DEPTH)
         text = _JSON.encode(tree)
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError:
-        # A lone surrogate: no UTF-8, and two of them escaped side by side would be read back as one character.
+        # A lone surrogate is not valid UTF-8, and two escaped ones in a row would decode as one character.
         blobs.clear()
         tree = _tag(value, blobs, where, MAX_DEPTH)
         text = _JSON.encode(tree)
     return text
 
 
-def decode(text: str, blobs: CellBlobs) -> Any:
-    """The inverse of ``encode``. Anything malformed is a ``CorruptEntryError``; nothing in it can run code."""
-    return _decode(text, blobs, _READERS)
+def decode(text: str, blobs: CellBlobs, for_people: bool = False) -> Any:
+    """The inverse of ``encode``. Malformed text raises ``CorruptEntryError``; decoding never runs code.
 
-
-def decode_for_people(text: str, blobs: CellBlobs) -> Any:
-    """The same without torch and Pillow: a tensor or an image becomes a word such as ``(tensor float32 [3, 4])``."""
-    return _decode(text, blobs, _PEOPLE)
-
-
-def _decode(text: str, blobs: CellBlobs, readers: _Readers) -> Any:
+    With ``for_people``, a tensor or an image becomes a placeholder such as ``(tensor float32 [3, 4])``.
+    """
     try:
         value = json.loads(text)
-        return _untag(value, blobs, readers) if f'"{TYPE}"' in text else value
+        return _untag(value, blobs, for_people) if f'"{TYPE}"' in text else value
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, struct.error) as error:
         raise CorruptEntryError(f"A stored cell is malformed ({error}): {text[:200]!r}") from error
 
 
 def encode_inline(value: Any, where: str) -> dict[str, Any]:
-    """A value with its blobs in the text itself: for meta_info, which has no column to put them in."""
+    """Encode a value with its blobs inline: for meta_info, which has no column for them."""
     blobs: list[Blob] = []
     text = encode(value, blobs, where)
     return {"json": text, "blobs": [base64.b64encode(blob_view(blob)).decode() for blob in blobs]}
 
 
-def decode_inline(stored: dict[str, Any], decode: Callable[[str, CellBlobs], Any] = decode) -> Any:
-    """The inverse of ``encode_inline``; with ``decode_for_people``, the same for people."""
+def decode_inline(stored: dict[str, Any], for_people: bool = False) -> Any:
+    """The inverse of ``encode_inline``."""
     try:
         blobs = CellBlobs.of([base64.b64decode(blob, validate=True) for blob in stored["blobs"]])
         text = stored["json"]
@@ -89,7 +105,29 @@ def decode_inline(stored: dict[str, Any], decode: Callable[[str, CellBlobs], Any
             raise ValueError(f"{text!r} is not JSON text")
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptEntryError(f"Stored meta_info is malformed: {error}") from error
-    return decode(text, blobs)
+    return decode(text, blobs, for_people)
+
+
+def blob_view(blob: Blob) -> Any:
+    """The bytes of a blob, without a copy where possible."""
+    if isinstance(blob, bytes):
+        return blob
+    if _is_tensor(blob):
+        from verl_rollout_skip.store.codec.numbers import tensor_bits
+
+        blob = tensor_bits(blob)
+    if not isinstance(blob, np.ndarray):
+        return blob.tobytes()
+    return np.ascontiguousarray(blob).reshape(-1).view(np.uint8) if blob.nbytes else b""
+
+
+def blob_size(blob: Blob) -> int:
+    """The size in bytes of ``blob_view``, without creating it."""
+    if isinstance(blob, bytes):
+        return len(blob)
+    if isinstance(blob, np.ndarray) or _is_tensor(blob):
+        return int(blob.nbytes)
+    return _pixel_bytes(blob.mode, *blob.size)
 
 
 def is_utf8(text: str) -> bool:
@@ -169,23 +207,45 @@ def _tag_bulk(value: Any, blobs: list[Blob], where: str, depth: int) -> Any:
             return {TYPE: "ndarray", "dtype": "O", "shape": shape, "items": items}
         if _NUMPY_DTYPE.fullmatch(value.dtype.str):
             return {TYPE: "ndarray", "dtype": value.dtype.str, "shape": shape, "blob": blob(value)}
-    if is_tensor(value) and str(value.layout) == "torch.strided" and not value.is_nested:
+    if _is_tensor(value) and str(value.layout) == "torch.strided" and not value.is_nested:
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype in TORCH_BITS:
             return {TYPE: "tensor", "dtype": dtype, "shape": list(value.shape), "blob": blob(value)}
-    if images.is_image(value):
-        if value.mode not in images.MODES:
-            raise UnsupportedBatchError(
-                f"Cannot store {where}: a PIL image of mode {value.mode!r}. Convert it to one of "
-                f'{", ".join(images.MODES)}, for example with image.convert("RGB").'
-            )
-        tag = {TYPE: "image", **images.describe(value, blob)}
-        info = images.plain_info(value)
-        return {**tag, "info": _tag(info, blobs, f"{where}.info", depth)} if info else tag
+    if type(value).__module__.startswith("PIL.") and hasattr(value, "mode"):
+        return _tag_image(value, blobs, where, depth)
     raise UnsupportedBatchError(
         f"Cannot store {where}: {_describe(value)} has no exact representation on disk. Convert it to plain Python, "
         "numpy or torch values (dict, list, tuple, str, bytes, int, float, bool, None, arrays, tensors, PIL images)."
     )
+
+
+def _tag_image(image: Any, blobs: list[Blob], where: str, depth: int) -> dict[str, Any]:
+    """Pixels, palette, and the plain entries of ``info``, which affect how an image is processed (a transparent color,
+    the orientation in its Exif data). An image that was opened from a file comes back as a plain ``Image``."""
+    if image.mode not in _IMAGE_MODES:
+        raise UnsupportedBatchError(
+            f"Cannot store {where}: a PIL image of mode {image.mode!r}. Convert it to one of "
+            f'{", ".join(_IMAGE_MODES)}, for example with image.convert("RGB").'
+        )
+    copy = image.copy()  # also loads an image that was only opened
+    tag = {TYPE: "image", "mode": copy.mode, "size": list(copy.size), "blob": len(blobs)}
+    blobs.append(copy)
+    if copy.mode in _PALETTE_MODES:
+        tag["palette"] = {"mode": copy.palette.mode, "blob": len(blobs)}
+        blobs.append(bytes(copy.palette.palette))
+    info = {key: value for key, value in image.info.items() if type(key) is str and _is_plain_info(value)}
+    return {**tag, "info": _tag(info, blobs, f"{where}.info", depth)} if info else tag
+
+
+def _is_plain_info(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(_is_plain_info(item) for item in value)
+    return type(value) in (str, bytes, int, float, bool, type(None))
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # if it is not imported, nothing is a tensor
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _describe(value: Any) -> str:
@@ -194,75 +254,100 @@ def _describe(value: Any) -> str:
     return f"a {name}" if dtype is None else f"a {name} of dtype {dtype}"
 
 
-def _untag(value: Any, blobs: CellBlobs, readers: _Readers) -> Any:
+def _untag(value: Any, blobs: CellBlobs, for_people: bool) -> Any:
     if type(value) is list:
-        return [_untag(item, blobs, readers) for item in value]
+        return [_untag(item, blobs, for_people) for item in value]
     if type(value) is not dict:
         return value
     if TYPE not in value:
-        return {key: _untag(item, blobs, readers) for key, item in value.items()}
-    reader = readers.get(value[TYPE])
-    if reader is None:
-        raise ValueError(f"unknown $type {value[TYPE]!r}")
-    return reader(value, blobs, readers)
+        return {key: _untag(item, blobs, for_people) for key, item in value.items()}
+    match value[TYPE]:
+        case "str":
+            return bytes.fromhex(value["hex"]).decode("utf-8", "surrogatepass")
+        case "int":
+            return int(value["hex"], 16)
+        case "float":
+            return struct.unpack(">d", bytes.fromhex(value["hex"]))[0]
+        case "bytes":
+            return blobs.make(value, "bytes", bytes)
+        case "tuple":
+            return tuple(_untag(_items(value), blobs, for_people))
+        case "dict":
+            return dict(_untag(_items(value), blobs, for_people))
+        case "numpy":
+            return _read_numpy(value)
+        case "ndarray" if value["dtype"] == "O":
+            items = _untag(_items(value), blobs, for_people)
+            return np.fromiter(items, object, len(items)).reshape([natural(size) for size in value["shape"]])
+        case "ndarray":
+            return _read_array(value, numpy_dtype(value["dtype"]), blobs)
+        case "tensor" if for_people:
+            return f"(tensor {value['dtype']} {value['shape']})"
+        case "image" if for_people:
+            return f"(image {value['mode']} {value['size']})"
+        case "tensor":
+            return _read_array(value, TORCH_BITS[value["dtype"]], blobs)
+        case "image":
+            return _read_image(value, blobs, _untag(value.get("info", {}), blobs, for_people))
+    raise ValueError(f"unknown $type {value[TYPE]!r}")
 
 
-def _read_ndarray(tag: dict[str, Any], blobs: CellBlobs, readers: _Readers) -> np.ndarray:
-    shape = tuple(_size(size) for size in tag["shape"])
-    if tag["dtype"] == "O":
-        items = _items(tag)
-        array = np.empty(len(items), dtype=object)
-        for index, item in enumerate(items):
-            array[index] = _untag(item, blobs, readers)
-        return array.reshape(shape)
-    dtype = numpy_dtype(tag["dtype"])
-    return _bulk(tag, blobs, ("ndarray", dtype.str, shape), lambda data: _array(data, dtype, shape))
-
-
-def _read_tensor(tag: dict[str, Any], blobs: CellBlobs, readers: _Readers) -> torch.Tensor:
-    from verl_rollout_skip.store.codec.tensors import tensor_from_bits
-
-    shape, name = tuple(_size(size) for size in tag["shape"]), tag["dtype"]
-    bits = TORCH_BITS[name]
-    return _bulk(tag, blobs, ("tensor", name, shape), lambda data: tensor_from_bits(_array(data, bits, shape), name))
-
-
-def _bulk(tag: dict[str, Any], blobs: CellBlobs, kind: Hashable, make: Callable[[Any], Any]) -> Any:
-    return blobs.make(_size(tag["blob"]), kind, make)
-
-
-def _read_numpy(tag: dict[str, Any], blobs: CellBlobs, readers: _Readers) -> Any:
+def _read_numpy(tag: dict[str, Any]) -> Any:
     data = bytes.fromhex(tag["hex"])
     if tag["dtype"] == "U":
         return np.str_(data.decode("utf-8", "surrogatepass"))
     return np.bytes_(data) if tag["dtype"] == "S" else _array(data, numpy_dtype(tag["dtype"]), ())[()]
 
 
+def _read_array(tag: dict[str, Any], dtype: np.dtype, blobs: CellBlobs) -> Any:
+    """An array, or a tensor built from its bits."""
+    shape = tuple(natural(size) for size in tag["shape"])
+
+    def make(data: Any) -> Any:
+        if tag[TYPE] == "ndarray":
+            return _array(data, dtype, shape)
+        from verl_rollout_skip.store.codec.numbers import tensor_from_bits
+
+        return tensor_from_bits(_array(data, dtype, shape), tag["dtype"])
+
+    return blobs.make(tag, (tag[TYPE], tag["dtype"], shape), make)
+
+
 def _array(data: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """An array of its own memory from bytes of exactly its size."""
+    """Copy bytes of exactly the right size into a new array."""
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are not an array of shape {shape} and dtype {dtype}")
     return np.frombuffer(data, dtype).reshape(shape).copy() if len(data) else np.empty(shape, dtype)
 
 
-def _read_image(tag: dict[str, Any], blobs: CellBlobs, readers: _Readers) -> Any:
-    size = tuple(_size(size) for size in tag["size"])
-    width, height = size
-    palette, info = tag.get("palette"), _untag(tag.get("info", {}), blobs, readers)
-    if type(info) is not dict:
-        raise ValueError(f"{info!r} is not the info of an image")
-    colors = None if palette is None else (palette["mode"], _bulk(palette, blobs, "bytes", bytes))
-    # An image is shared with its info, whose blobs other cells may count in another way.
-    kind = ("image", tag["mode"], size, colors, repr(info))
-    return _bulk(
-        tag, blobs, kind, lambda data: images.make_image(tag["mode"], (width, height), bytes(data), colors, info)
-    )
+def _read_image(tag: dict[str, Any], blobs: CellBlobs, info: Any) -> Any:
+    mode, palette, size = tag["mode"], tag.get("palette"), tuple(natural(size) for size in tag["size"])
+    if type(info) is not dict or len(size) != 2 or (palette is not None) != (mode in _PALETTE_MODES):
+        raise ValueError(f"an image of {size} in mode {mode} with the palette {palette} and the info {info!r}")
+    colors = b"" if palette is None else blobs.make(palette, "bytes", bytes)
+    kind = "" if palette is None else palette["mode"]
+    if palette is not None and (kind not in ("RGB", "RGBA") or len(colors) > 256 * len(kind)):
+        raise ValueError(f"a palette of {len(colors)} bytes in mode {kind!r}")
+
+    def make(data: Any) -> Any:
+        needed = _pixel_bytes(mode, *size)  # checked before Pillow allocates
+        if needed != len(data):
+            raise ValueError(f"an image of {size} in mode {mode} needs {needed} bytes, {len(data)} are stored")
+        from PIL import Image
+
+        image = Image.frombytes(mode, size, bytes(data))
+        if palette is not None:
+            image.putpalette(colors, kind)
+        image.info = info
+        return image
+
+    # An image is shared together with its info, whose blobs may have other numbers in other cells.
+    return blobs.make(tag, ("image", mode, size, kind, colors, repr(info)), make)
 
 
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**48:
-        raise ValueError(f"{value!r} is not a size")
-    return value
+def _pixel_bytes(mode: str, width: int, height: int) -> int:
+    # A 1-bit image packs eight pixels into a byte, row by row.
+    return height * ((width + 7) // 8) if mode == "1" else width * height * _BYTES_PER_PIXEL[mode]
 
 
 def _items(tag: dict[str, Any]) -> list[Any]:
@@ -275,24 +360,3 @@ def numpy_dtype(name: Any) -> np.dtype:
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise ValueError(f"{name!r} is not a dtype of plain numbers or text")
     return np.dtype(name)
-
-
-_READERS: _Readers = {
-    "str": lambda tag, *_: bytes.fromhex(tag["hex"]).decode("utf-8", "surrogatepass"),
-    "int": lambda tag, *_: int(tag["hex"], 16),
-    "float": lambda tag, *_: struct.unpack(">d", bytes.fromhex(tag["hex"]))[0],
-    "bytes": lambda tag, blobs, _: _bulk(tag, blobs, "bytes", bytes),
-    "tuple": lambda tag, blobs, readers: tuple(_untag(item, blobs, readers) for item in _items(tag)),
-    "dict": lambda tag, blobs, readers: {
-        _untag(key, blobs, readers): _untag(item, blobs, readers) for key, item in _items(tag)
-    },
-    "numpy": _read_numpy,
-    "ndarray": _read_ndarray,
-    "tensor": _read_tensor,
-    "image": _read_image,
-}
-_PEOPLE: _Readers = {
-    **_READERS,
-    "tensor": lambda tag, *_: f"(tensor {tag['dtype']} {tag['shape']})",
-    "image": lambda tag, *_: f"(image {tag['mode']} {tag['size']})",
-}

@@ -1,248 +1,285 @@
-"""Which encoding each key of a batch gets: the choices, each proved on the recorded values before it is taken."""
+"""The Parquet columns of a rollout step: those of its keys, and those added for people, SQL and prompt checks.
+
+Names: a key of the output keeps its name, inputs are ``in__<key>``, and columns that this package adds are
+``skip__<name>``; an output key that begins with one of these prefixes becomes ``out__<key>``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
+import pyarrow as pa
+import xxhash
 
 from verl_rollout_skip.errors import UnsupportedBatchError
-from verl_rollout_skip.store.codec.batch import Path
-from verl_rollout_skip.store.codec.dtypes import Element, as_integers, narrower, same_bits
-from verl_rollout_skip.store.codec.encodings import Concat, Dense, Encoding, Mask, Positions, Ragged, Same
-from verl_rollout_skip.store.codec.jagged import (
-    Jagged,
-    JaggedBits,
-    JaggedConcat,
-    JaggedPositions,
-    Rows,
-    count_up,
-    interleave,
+from verl_rollout_skip.store.codec.batch import Batch, flatten
+from verl_rollout_skip.store.codec.encodings import Form, JaggedBits, Stored, list_type
+from verl_rollout_skip.store.codec.numbers import NumberColumn, choose_encodings, plain_columns
+from verl_rollout_skip.store.codec.objects import CELL_TYPES, BlobPool, ObjectColumn
+from verl_rollout_skip.store.codec.padding import Spans
+from verl_rollout_skip.store.codec.part import as_numpy, byte_offsets
+from verl_rollout_skip.store.codec.snapshot import BatchSnapshot, take_snapshot
+from verl_rollout_skip.store.format import (
+    BLOBS_OF,
+    INPUT_LENGTH,
+    INPUT_RESPONSE_LENGTH,
+    OBJECT,
+    PROMPT_DIGEST,
+    PROMPT_LENGTH,
+    RESPONSE_LENGTH,
+    SCORE,
 )
-from verl_rollout_skip.store.codec.padding import (
-    WINDOWS,
-    Spans,
-    find_spans,
-    mask_rows,
-    position_rows,
-    proves,
-    row_chunks,
-)
-from verl_rollout_skip.store.codec.prepared import Numbers, TakenBatch
-from verl_rollout_skip.store.codec.tensors import element_of
-from verl_rollout_skip.store.threads import map_in_threads
+
+_RESERVED = ("skip__", "in__", "out__")
 
 
-def choose_encodings(batch: TakenBatch, echoed: TakenBatch | None = None) -> None:
-    """Choose the encoding of every numeric column of a batch. ``echoed`` is the output, when this is the input."""
-    plain = plain_columns(batch)
-    by_name = {column.path[0]: column for column in plain if column.is_tensor and len(column.path) == 1}
-    batch.spans = _spans(by_name)
-    batch.numbers = map_in_threads(lambda column: _choose(column, batch, by_name, echoed), plain)
+class EncodedBatch:
+    """A batch with the encodings of its numeric columns. ``echoed`` is the output if this is the input."""
+
+    def __init__(self, snapshot: BatchSnapshot, echoed: EncodedBatch | None = None) -> None:
+        self.snapshot, self.rows = snapshot, snapshot.batch.rows
+        plain = plain_columns(snapshot.restore(), snapshot.batch.arrays)
+        self.numbers: list[NumberColumn]
+        self.numbers, self.spans = choose_encodings(plain, [] if echoed is None else echoed.numbers)
+
+    def row_costs(self) -> np.ndarray:
+        """The bytes in memory of the numbers and the text of each row."""
+        costs = np.zeros(self.rows)
+        for column in self.numbers:
+            if isinstance(column.bits, JaggedBits):
+                costs += column.bits.lengths * (column.bits.values.nbytes / max(len(column.bits.values), 1))
+            elif column.encoding.form is not Form.SAME:
+                costs += column.bits.nbytes / max(self.rows, 1)
+        for objects in self.snapshot.objects:
+            if objects.form in ("text", "json"):
+                texts = (text or "" for text in objects.values)
+                costs += [len(text) if text.isascii() else len(text.encode()) for text in texts]
+        return costs
 
 
-def plain_columns(batch: TakenBatch) -> list[Numbers]:
-    """The numeric columns of a batch, each with an encoding that leaves nothing out."""
-    groups: dict[tuple[int, int], int] = {}
-    columns = []
-    batch.restore()
-    for path, tensor in batch.tensors.items():
-        assert isinstance(tensor, torch.Tensor)
-        columns.append(_tensor_column(path, tensor, groups))
-    for path, array in batch.batch.arrays.items():
-        if array.dtype.kind not in "OUS":
-            element, bits = element_of(array, ".".join(path))
-            columns.append(Numbers(path, Dense(element, bits.shape[1:]), bits))
-    return columns
+@dataclass
+class Key:
+    """A key of a batch: its description and its Parquet columns, with a digest of each.
+
+    ``blobs`` lists, for each row, the numbers of its blobs in the pool.
+    """
+
+    source: NumberColumn | ObjectColumn
+    spec: dict[str, Any]
+    fields: list[pa.Field]
+    spans: Spans | None = None
+    blobs: list[list[int]] | None = None
+    digests: list[ColumnDigest] = field(default_factory=list)
+
+    def arrays(self, rows: slice, pool: BlobPool, numbers: list[int]) -> Iterator[pa.Array]:
+        """The columns for some rows; ``numbers`` maps the blobs of the pool to their numbers in the part."""
+        self.digests = self.digests or [ColumnDigest() for _ in self.fields]
+        if isinstance(self.source, NumberColumn):
+            made: list[Any] = self.source.encoding.store(self.source.bits, rows, self.spans)
+        else:
+            made = [self._objects(self.source, column.name, rows, pool, numbers) for column in self.fields]
+        for column, digest, found in zip(self.fields, self.digests, made, strict=True):
+            digest.add(found)
+            kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+            yield found if isinstance(found, pa.Array) else found.to_arrow(kind)
+
+    def _objects(self, source: ObjectColumn, name: str, rows: slice, pool: BlobPool, numbers: list[int]) -> Any:
+        if name == self.spec["column"]:
+            return pa.array(source.values[rows], CELL_TYPES[source.form])
+        if name == self.spec["object"]:
+            return Stored(np.array((source.first_rows or [])[rows], np.int64))
+        held = (self.blobs or [])[rows]
+        flat = [number for row in held for number in row]
+        content = b"".join(pool.digests[number] for number in flat)
+        return Stored(np.array([numbers[number] for number in flat], np.int32), counts(held), content)
 
 
-def _tensor_column(path: Path, tensor: torch.Tensor, groups: dict[tuple[int, int], int]) -> Numbers:
-    where = ".".join(path)
-    if not tensor.is_nested:
-        element, bits = element_of(tensor, where)
-        return Numbers(path, Dense(element, bits.shape[1:]), bits)
-    if tensor.layout is not torch.jagged:
-        pieces = [element_of(piece, where) for piece in tensor.unbind()]
-        element = pieces[0][0] if pieces else element_of(torch.empty(0, dtype=tensor.dtype), where)[0]
-        return Numbers(path, Rows(element, ()), [bits for _, bits in pieces])
-    return _jagged_column(path, tensor, where, groups)
+class ColumnDigest:
+    """A digest of the values of one column and their lengths. It does not depend on how the rows were split."""
+
+    def __init__(self) -> None:
+        self._values, self._lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
+
+    def add(self, made: Stored | pa.Array) -> None:
+        if isinstance(made, pa.Array):
+            # Length -1 of a text, or 0 of a number, means None.
+            valid = as_numpy(made.is_valid())
+            if pa.types.is_string(made.type):
+                lengths = np.where(valid, np.diff(byte_offsets(made)), -1)
+                made = Stored(np.empty(0), lengths, made.buffers()[2] or b"")
+            else:
+                made = Stored(np.where(valid, as_numpy(made), 0), valid)
+        values: Any = np.ascontiguousarray(made.values) if made.content is None else made.content
+        self._values.update(values)
+        if made.lengths is not None:
+            self._lengths.update(made.lengths.astype(np.int64).data)
+
+    def digest(self) -> bytes:
+        return bytes(self._values.digest() + self._lengths.digest())
 
 
-def _jagged_column(path: Path, tensor: Any, where: str, groups: dict[tuple[int, int], int]) -> Numbers:
-    lengths = tensor.lengths()
-    group = groups.setdefault((id(tensor.offsets()), id(lengths)), len(groups))
-    # The data is ragged in `_ragged_idx`; the symbolic size stands where the tensor was built to be ragged, which is
-    # another dimension in tensors of verl's nested_tensor_from_tensor_list.
-    laid_out = next(dim for dim, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt))
-    values, offsets = tensor.values(), tensor.offsets().cpu().numpy().astype(np.int64)
-    element, bits = element_of(values.movedim(tensor._ragged_idx - 1, 0), where)
-    sizes = np.diff(offsets) if lengths is None else lengths.cpu().numpy()
-    if 0 in bits.shape[1:] or (len(sizes) and (offsets[:-1] + sizes).max() > len(bits)):
-        raise UnsupportedBatchError(
-            f"Cannot store {where}: its offsets reach beyond its values, or a dimension of it is empty "
-            f"(values of shape {tuple(values.shape)}, ragged in dimension {tensor._ragged_idx})."
-        )
-    if lengths is not None or offsets[0] != 0 or offsets[-1] != len(bits):
-        pieces = [bits[start : start + size] for start, size in zip(offsets[:-1], sizes, strict=True)]
-        bits = np.concatenate([bits[:0], *pieces])
-    known = {"min_seqlen", "max_seqlen"} <= set(tensor._metadata_cache)
-    encoding = Jagged(element, bits.shape[1:], tensor._ragged_idx, laid_out, group, known)
-    return Numbers(path, encoding, JaggedBits(bits, sizes.astype(np.int64)))
+def keys_of(batch: EncodedBatch, pool: BlobPool, taken: set[str], outputs: list[Key] | None = None) -> Iterator[Key]:
+    """The keys of a batch; ``outputs`` are those of the output if this is the input. ``taken`` are the column names
+    so far, in lowercase."""
+    prefix = "" if outputs is None else "in__"
+    for numbers in batch.numbers:
+        name = _unique_name(numbers.path, prefix, taken)
+        spec = {"path": list(numbers.path), "column": name, **numbers.encoding.to_json()}
+        yield Key(numbers, spec, numbers.encoding.fields(name), batch.spans)
+    for objects in batch.snapshot.objects:
+        name = _unique_name(objects.path, prefix, taken)
+        blobs = None if objects.blobs is None else [pool.numbers(row) for row in objects.blobs]
+        columns = {
+            "column": pa.field(name, CELL_TYPES[objects.form]),
+            "object": pa.field(f"{OBJECT}{name}", pa.int64(), nullable=False) if objects.first_rows else None,
+            "blobs": pa.field(f"{BLOBS_OF}{name}", list_type(pa.int32()), nullable=False) if blobs else None,
+        }
+        spec = {
+            "path": list(objects.path),
+            "column": name,
+            "cells": objects.form,
+            "shape": list(objects.shape),
+            "dtype": objects.dtype,
+        }
+        names = {kind: None if column is None else column.name for kind, column in columns.items()}
+        for twin in outputs or ():
+            if _has_same_cells(twin, objects, blobs):
+                # Cells that a rollout passes through are stored once.
+                shared = {"column", "blobs"}
+                if isinstance(twin.source, ObjectColumn) and twin.source.first_rows == objects.first_rows:
+                    shared.add("object")
+                names |= {kind: twin.spec[kind] for kind in shared}
+                columns = {kind: column for kind, column in columns.items() if kind not in shared}
+                break
+        fields = [column for column in columns.values() if column is not None]
+        yield Key(objects, {**spec, **names}, fields, blobs=blobs)
 
 
-def _spans(tensors: dict[str, Numbers]) -> Spans | None:
-    mask = tensors.get("attention_mask")
-    if mask is None or not isinstance(mask.encoding, Dense):
-        return None
-    responses = tensors.get("responses")
-    if responses is None:
-        return find_spans(mask.bits, 0)
-    if not isinstance(responses.encoding, Dense) or responses.bits.ndim != 2:
-        return None
-    return find_spans(mask.bits, responses.bits.shape[1])
-
-
-def _choose(column: Numbers, batch: TakenBatch, tensors: dict[str, Numbers], echoed: TakenBatch | None) -> Numbers:
-    encoding = (
-        _echo(column, echoed)
-        or _twin(column, tensors)
-        or _derived(column, batch.spans, tensors)
-        or _without_padding(column, batch.spans)
-        or replace(column.encoding, element=_narrow(column))
-    )
-    return Numbers(column.path, encoding, column.bits)
-
-
-def _echo(column: Numbers, echoed: TakenBatch | None) -> Encoding | None:
-    """The input that a rollout hands through to its output is stored once."""
-    for other in echoed.numbers if echoed else ():
-        if other.path == column.path and _identical(column, other):
-            return Same(column.encoding.element, column.bits.shape[1:], "")
-    return None
-
-
-def _twin(column: Numbers, tensors: dict[str, Numbers]) -> Encoding | None:
-    """V1 writes the response mask a second time as the loss mask."""
-    other = tensors.get("response_mask")
-    if column.path == ("loss_mask",) and other is not None and _identical(column, other):
-        return Same(column.encoding.element, column.bits.shape[1:], "response_mask")
-    return None
-
-
-def _identical(left: Numbers, right: Numbers) -> bool:
-    a, b = left.encoding.element, right.encoding.element
-    if (a.holder, a.name) != (b.holder, b.name):
+def _has_same_cells(key: Key, objects: ObjectColumn, blobs: list[list[int]] | None) -> bool:
+    other = key.source
+    if not isinstance(other, ObjectColumn) or (other.path, other.form) != (objects.path, objects.form):
         return False
-    # Not for nested tensors: a copy would share its offsets with the original, and those decide what torch allows.
-    dense = isinstance(left.bits, np.ndarray) and isinstance(right.bits, np.ndarray)
-    return dense and same_bits(left.bits, right.bits)
+    # Equal floats may differ in their bits (0.0 and -0.0), so they are stored twice.
+    return objects.form != "float" and other.values == objects.values and key.blobs == blobs
 
 
-def _derived(column: Numbers, spans: Spans | None, tensors: dict[str, Numbers]) -> Encoding | None:
-    name, element, bits = column.path[-1], column.encoding.element, column.bits
-    if len(column.path) > 1 or element.holder != "torch":
-        return None
-    if isinstance(column.encoding, Jagged):
-        return _derived_jagged(name, column, tensors)
-    if name == "input_ids" and _is_concat(column, tensors):
-        return Concat(element, bits.shape[1:])
-    if spans is None or not isinstance(bits, np.ndarray) or bits.ndim != 2:
-        return None
-    if name == "attention_mask":
-        return Mask(element, bits.shape[1:], "full")  # proved when the spans were found in it
-    if name == "response_mask" and bits.dtype.kind in "biu" and bits.shape[1:] == (spans.response_width,):
-        return Mask(element, bits.shape[1:], "response") if proves(mask_rows, "response", spans, bits) else None
-    if name == "position_ids" and bits.shape[1] == spans.width("full") and bits.dtype in (np.int64, np.int32):
-        for rule in ("counted", "continued"):
-            if proves(position_rows, rule, spans, bits):
-                return Positions(element, bits.shape[1:], rule)
-    return None
+def _unique_name(path: tuple[str, ...], prefix: str, taken: set[str]) -> str:
+    """A unique column name: the key itself where possible."""
+    # Readers would interpret a dot as a path into a nested column.
+    label = "__".join(path).replace(".", "_")
+    if not prefix and (not label or label.startswith(_RESERVED)):
+        prefix = "out__"
+    name = unique = prefix + label.encode("utf-8", "replace").decode()
+    number = 2
+    while unique.lower() in taken:
+        unique, number = f"{name}__{number}", number + 1
+    taken.add(unique.lower())
+    return unique
 
 
-def _is_concat(column: Numbers, tensors: dict[str, Numbers]) -> bool:
-    pieces = [tensors[name] for name in Concat.needs if name in tensors]
-    if len(pieces) != 2 or not all(isinstance(piece.encoding, Dense) and piece.bits.ndim == 2 for piece in pieces):
-        return False
-    whole, prompts, responses = column.bits, pieces[0].bits, pieces[1].bits
-    width = prompts.shape[1]
-    if whole.ndim != 2 or whole.shape[1] != width + responses.shape[1] or whole.dtype.kind not in "biu":
-        return False
-    if any(piece.encoding.element.name != column.encoding.element.name for piece in pieces):
-        return False
-    return all(
-        np.array_equal(whole[chunk, :width], prompts[chunk]) and np.array_equal(whole[chunk, width:], responses[chunk])
-        for chunk in row_chunks(len(whole), whole.nbytes // max(len(whole), 1))
-    )
+def counts(rows: list[list[int]]) -> np.ndarray:
+    """The length of each list."""
+    return np.array([len(row) for row in rows], np.int64)
 
 
-def _derived_jagged(name: str, column: Numbers, tensors: dict[str, Numbers]) -> Encoding | None:
-    plain = column.encoding
-    assert isinstance(plain, Jagged)
-    pieces = [tensors[piece] for piece in JaggedConcat.needs if piece in tensors]
-    if len(pieces) != 2 or not all(isinstance(piece.encoding, Jagged) and not piece.encoding.shape for piece in pieces):
-        return None
-    if plain.shape or any(piece.encoding.element.name != plain.element.name for piece in pieces):
-        return None
-    joined = interleave(pieces[0].bits, pieces[1].bits)
-    if not np.array_equal(joined.lengths, column.bits.lengths):
-        return None
-    arguments = (plain.element, plain.shape, plain.ragged_idx, plain.laid_out, plain.group, plain.bounds)
-    if name == "input_ids" and same_bits(column.bits.values, joined.values):
-        return JaggedConcat(*arguments)
-    if name == "position_ids" and _counts_up(column.bits):
-        return JaggedPositions(*arguments)
-    return None
-
-
-def _counts_up(bits: JaggedBits) -> bool:
-    return same_bits(bits.values, count_up(bits.lengths, bits.values.dtype).values)
-
-
-def _without_padding(column: Numbers, spans: Spans | None) -> Encoding | None:
-    bits = column.bits
-    if (
-        spans is None
-        or not isinstance(column.encoding, Dense)
-        or bits.ndim < 2
-        or bits.dtype.kind == "c"
-        or not bits.size
-    ):
-        return None
-    windows = sorted(WINDOWS, key=lambda window: window != "prompt") if column.path[-1] == "prompts" else WINDOWS
-    for axis in dict.fromkeys((0, bits.ndim - 2)):
-        for window in windows:
-            if bits.shape[axis + 1] != spans.width(window):
-                continue
-            pad = _pad(np.moveaxis(as_integers(bits), axis + 1, -1), spans, window)
-            encoding = Ragged(_narrow(column), bits.shape[1:], window, axis, pad)
-            if encoding.outside_is(bits, spans):
-                return encoding
-    return None
-
-
-def _pad(bits: np.ndarray, spans: Spans, window: str) -> int:
-    """What stands in the first padding of the column; 0 if nothing is padded."""
-    start, end, width = spans.bounds(window)
-    for padded, edge in ((end < width, -1), (start > 0, 0)):
-        if padded.any():
-            return int(bits[padded.argmax(), ..., edge].flat[0])
-    return 0
-
-
-def _narrow(column: Numbers) -> Element:
-    """The narrowest element that holds every value of the column, found piece by piece to keep memory small."""
-    wide = column.encoding.element
-    narrow = narrower(wide, np.empty(0, wide.bits))
-    if isinstance(column.encoding, Rows):
-        pieces = column.bits
+def added_columns(output: EncodedBatch, given: EncodedBatch | None, pool: BlobPool) -> list[tuple[pa.Field, Any]]:
+    """The columns for people and SQL, and those with the lengths of the spans; None means a column of nulls."""
+    prompt_lengths, response_lengths = _token_lengths(output) or (None, None)
+    if given is None:
+        prompts = [column for column in output.numbers if column.path == ("prompts",)]
+        digests = _row_digests(output.rows, prompts, [], pool)
     else:
-        pieces = [column.bits.values if isinstance(column.bits, JaggedBits) else column.bits]
-    for piece in pieces:
-        flat = piece.reshape(-1)
-        for chunk in row_chunks(len(flat), flat.itemsize):
-            element = narrower(wide, flat[chunk])
-            if element != narrow:
-                return element
-    return narrow
+        digests = _row_digests(given.rows, given.numbers, given.snapshot.objects, pool)
+    added: list[tuple[pa.Field, Any]] = [
+        (pa.field(PROMPT_LENGTH, pa.int32()), prompt_lengths),
+        (pa.field(RESPONSE_LENGTH, pa.int32()), response_lengths),
+        (pa.field(SCORE, pa.float64()), _row_scores(output)),
+        (pa.field(PROMPT_DIGEST, pa.string()), digests),
+    ]
+    if given is not None and given.spans is not None:
+        added.append((pa.field(INPUT_LENGTH, pa.int32()), given.spans.prompt_lengths))
+        added.append((pa.field(INPUT_RESPONSE_LENGTH, pa.int32()), given.spans.response_lengths))
+    return added
+
+
+def _token_lengths(batch: EncodedBatch) -> tuple[np.ndarray, np.ndarray] | None:
+    """The number of tokens in the prompt and the response of each row, if it is known."""
+    if batch.spans is not None:
+        return batch.spans.prompt_lengths, batch.spans.response_lengths
+    jagged = {column.path[-1]: column.bits for column in batch.numbers if column.encoding.plain_form is Form.JAGGED}
+    if "prompts" in jagged and "responses" in jagged:
+        return jagged["prompts"].lengths, jagged["responses"].lengths
+    return None
+
+
+def _row_scores(batch: EncodedBatch) -> np.ndarray | None:
+    """The sum of the rewards of each row."""
+    for column in batch.numbers:
+        bits = column.bits
+        if column.path != ("rm_scores",) or column.encoding.element.name not in ("float32", "float64"):
+            continue
+        with np.errstate(invalid="ignore"):  # a NaN reward only makes the sum NaN
+            if column.encoding.plain_form is Form.JAGGED:
+                scores = np.zeros(len(bits.lengths))
+                filled = bits.lengths > 0  # reduceat returns the next value for an empty row
+                if filled.any():
+                    scores[filled] = np.add.reduceat(bits.values, bits.offsets[:-1][filled], dtype=np.float64)
+                return scores
+            if isinstance(bits, np.ndarray) and bits.ndim == 2:
+                return bits.sum(axis=1, dtype=np.float64)
+    return None
+
+
+def prompt_digests(inputs: Any) -> list[str] | None:
+    """One digest for each row of a rollout step's input: equal rows have equal digests, uids aside."""
+    # This runs on the training thread. The n samples of a prompt contain the same objects, so one row is digested.
+    distinct, which = _distinct_rows(flatten(inputs))
+    try:
+        batch = take_snapshot(distinct)
+    except UnsupportedBatchError:
+        take_snapshot(inputs)  # names the right row
+        raise
+    numbers = plain_columns(batch.restore(), batch.batch.arrays)
+    digests = _row_digests(batch.batch.rows, numbers, batch.objects, BlobPool(batch.blobs()))
+    return digests if digests is None or which is None else [digests[row] for row in which]
+
+
+def _distinct_rows(batch: Batch) -> tuple[Batch, list[int] | None]:
+    """The rows of a batch without duplicates of the same objects, uid aside, and the index of each row among them; the
+    whole batch and None if the rows cannot be compared by identity."""
+    counted = {path: array for path, array in batch.arrays.items() if path[-1] != "uid"}
+    if batch.tensors or not counted or any(array.dtype != object or array.ndim != 1 for array in counted.values()):
+        return batch, None
+    number_of: dict[tuple[int, ...], int] = {}
+    rows = zip(*(map(id, array.tolist()) for array in counted.values()), strict=True)
+    which = [number_of.setdefault(objects, len(number_of)) for objects in rows]
+    first = np.unique(which, return_index=True)[1]
+    arrays = {path: array[first] for path, array in counted.items()}
+    return replace(batch, rows=len(first), arrays=arrays, meta={}), which
+
+
+def _row_digests(
+    rows: int, numbers: list[NumberColumn], objects: list[ObjectColumn], pool: BlobPool
+) -> list[str] | None:
+    """One digest for each row over these columns, uid aside; None if there are no columns."""
+    # The order of the columns has no meaning, and verl changes it.
+    numbers = sorted((column for column in numbers if column.path[-1] != "uid"), key=lambda column: column.path)
+    objects = sorted((column for column in objects if column.path[-1] != "uid"), key=lambda column: column.path)
+    if not numbers and not objects:
+        return None
+    digests = []
+    for row in range(rows):
+        digest = xxhash.xxh3_128()
+        for column in objects:
+            digest.update(f"{column.path}={column.values[row]!r};".encode("utf-8", "surrogatepass"))
+            for number in pool.numbers(column.blobs[row]) if column.blobs else ():
+                digest.update(pool.digests[number])
+        for numeric in numbers:
+            digest.update(f"{numeric.path}=".encode("utf-8", "surrogatepass"))
+            bits = numeric.bits
+            digest.update((bits.rows(slice(row, row + 1)) if isinstance(bits, JaggedBits) else bits[row]).tobytes())
+        digests.append(digest.hexdigest())
+    return digests

@@ -1,105 +1,54 @@
-"""The parts of an entry back into the batch they were made from, bit for bit.
+"""Decodes the parts of an entry into the original batch, bit for bit.
 
-The bytes may be damaged or hostile: every claim of a part is compared before anything is allocated for it, whatever
-cannot be decoded is a ``CorruptEntryError``, and nothing in it can run code. Each part is decoded into bits with its
-own encodings; tensors are made of the bits of all parts.
+The bytes may be damaged or hostile: every size in a part is checked before anything is allocated for it, a part that
+cannot be decoded raises ``CorruptEntryError``, and decoding never runs code. Each part is decoded into bits with its
+own encodings; tensors are built from the bits of all parts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
-from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError
-from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.errors import CorruptEntryError
 from verl_rollout_skip.store.codec import cells
 from verl_rollout_skip.store.codec.batch import Batch, BatchKind
-from verl_rollout_skip.store.codec.blobs import StoredBlobs, part_blobs, row_blobs
-from verl_rollout_skip.store.codec.cell_columns import CELL_TYPES, decode_column, text_dtype
-from verl_rollout_skip.store.codec.encodings import DenseEncoding, Encoding, Mask, Positions, Reading, Same, natural
-from verl_rollout_skip.store.codec.jagged import Jagged, JaggedBits, NestedEncoding, encoding_from_json
+from verl_rollout_skip.store.codec.dtypes import natural
+from verl_rollout_skip.store.codec.encodings import Bits, Form, JaggedBits
 from verl_rollout_skip.store.codec.memory import ZeroedMemory
-from verl_rollout_skip.store.codec.padding import Spans
-from verl_rollout_skip.store.codec.part import PartFile, damage_is_corruption
-from verl_rollout_skip.store.codec.tensors import dense_column, jagged_tensor, strided_tensor
-from verl_rollout_skip.store.format import (
-    BLOB_SIZES,
-    BLOBS,
-    INPUT_LENGTH,
-    INPUT_RESPONSE_LENGTH,
-    PROMPT_DIGEST,
-    PROMPT_LENGTH,
-    RESPONSE_LENGTH,
-)
+from verl_rollout_skip.store.codec.numbers import make_column
+from verl_rollout_skip.store.codec.objects import PartObjects
+from verl_rollout_skip.store.codec.padding import row_chunks
+from verl_rollout_skip.store.codec.part import ColumnId, Layout, PartFile, check_memory, decoding
+from verl_rollout_skip.store.format import BLOB_SIZES, BLOBS, PROMPT_DIGEST, SAME_IN_ALL_PARTS, Side
 from verl_rollout_skip.store.threads import map_in_threads, worker_count
 
-# A Python object takes at least so much memory, however little it takes in the file.
+# The least memory that a Python object takes, however small it is in the file.
 _OBJECT_BYTES = 100
-_LENGTHS = {
-    "output": (PROMPT_LENGTH, RESPONSE_LENGTH),
-    "input": (INPUT_LENGTH, INPUT_RESPONSE_LENGTH),
-}
-_Place = tuple[bool, tuple[str, ...]]
-"""Where a value belongs: among the tensors or not, and under which path."""
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """What one part says of the output or of the input, and what was decoded of it."""
-
-    part: PartFile
-    rows: slice
-    spans: Spans | None
-    numbers: dict[_Place, tuple[str, Encoding]]
-    objects: dict[_Place, dict[str, Any]]
-
-    @cached_property
-    def done(self) -> dict[_Place, Future[Any]]:
-        """The bits of each number, once they are decoded."""
-        return {place: Future() for place in self.numbers}
-
-    def turn(self, place: _Place) -> int:
-        """When a number is decoded: it can need those of earlier turns. What follows from the lengths alone comes late
-        and keeps threads busy that would wait for others."""
-        _, encoding = self.numbers[place]
-        if isinstance(encoding, Same):
-            return 4 if encoding.of else 1
-        if isinstance(encoding, Mask | Positions):
-            return 3
-        return 2 if encoding.needs else 0
-
-    @property
-    def kinds(self) -> dict[_Place, Any]:
-        """What must be the same in all parts."""
-        numbers = {place: encoding.kind for place, (_, encoding) in self.numbers.items()}
-        return numbers | {place: (item["shape"], item["dtype"]) for place, item in self.objects.items()}
-
-    @property
-    def object_columns(self) -> set[str]:
-        names = {item[kind] for item in self.objects.values() for kind in ("column", "object", "blobs")}
-        return {*names, BLOB_SIZES, BLOBS} - {None}
 
 
 class Reader:
-    """The parts of an entry, whose bytes are in memory: output and input are decoded on demand.
+    """The parts of an entry, already in memory; output and input are decoded on demand.
 
-    ``limit`` is the most memory, in bytes, that decoding may take; what the parts claim is compared with it before
-    anything is allocated. Large blobs are shared by all that is decoded by one reader.
+    ``limit`` is the most memory, in bytes, that decoding may take; the sizes in the parts are checked against it before
+    anything is allocated. Everything that one reader decodes shares its large blobs. ``what`` and ``files``, the names
+    of the parts, are the prefix of every error message.
     """
 
-    def __init__(self, datas: Sequence[Any], limit: int) -> None:
+    def __init__(self, datas: Sequence[Any], limit: int, what: str = "", files: Sequence[str] = ()) -> None:
         self._limit = limit
-        self._parts = [PartFile(data, limit) for data in datas]
-        self._blobs = [part_blobs(part, limit) for part in self._parts]
-        with damage_is_corruption():
+        self.what = f"{what}: {', '.join(files)}." if files else what
+        names = [f"{what}: {file}." for file in files] or [what] * len(datas)
+        self._parts: list[PartFile] = []
+        for data, name in zip(datas, names, strict=True):
+            self._parts.append(PartFile(data, limit, name, sum(part.rows for part in self._parts)))
+        self._objects = [PartObjects(part) for part in self._parts]
+        with decoding(self.what):
             self.rows = sum(part.rows for part in self._parts)
             given = self._parts[0].description["input"]
             self.has_input = given is not None
@@ -109,237 +58,168 @@ class Reader:
 
     def output(self) -> Batch:
         """The recorded batch."""
-        with damage_is_corruption():
-            return self._decode("output", [])
+        with decoding(self.what):
+            return self._decode(Side.OUTPUT)
 
     def input(self) -> Batch:
         """The recorded input of the rollout step."""
-        with damage_is_corruption():
-            return self._decode("input", [_echoed(layout) for layout in self._layouts("output")])
+        with decoding(self.what):
+            return self._decode(Side.INPUT)
 
     def prompt_digests(self) -> list[str] | None:
         """One digest for each row of the recorded input, or None if it has none."""
         digests: list[str] = []
-        with damage_is_corruption():
-            for part in self._parts:
+        for part in self._parts:
+            with decoding(part.what):
                 texts, codes = part.texts(PROMPT_DIGEST)
                 if (codes < 0).any():
                     return None
                 digests += [texts[code] for code in codes]
         return digests
 
-    def _layouts(self, side: str) -> list[_Layout]:
-        """The layout of one batch in each part, all of the same keys, types and shapes."""
-        layouts, start = [], 0
-        first = self._parts[0].description[side]
+    def _layouts(self, side: Side) -> list[Layout]:
+        """The layout of one batch in each part; all must have the same keys, types and shapes."""
+        layouts: list[Layout] = []
+        first = self._parts[0].description[side.value]
         for part in self._parts:
-            described = part.description[side]
-            if any(described[name] != first[name] for name in ("kind", "nodes", "order", "device", "arrays", "meta")):
-                raise CorruptEntryError(f"The parts of the entry do not describe one {side}.")
-            layouts.append(_parse(part, side, slice(start, start + part.rows)))
-            if layouts[-1].kinds != layouts[0].kinds:
-                raise CorruptEntryError(f"The parts of the entry hold an {side} of different keys, types or shapes.")
-            start += part.rows
+            with decoding(part.what):
+                layouts.append(part.layout(side))
+                same = all(part.description[side.value][name] == first[name] for name in SAME_IN_ALL_PARTS)
+                if not same or layouts[-1].kinds != layouts[0].kinds:
+                    raise CorruptEntryError(
+                        f"The parts of the entry contain an {side.value} with different keys or types."
+                    )
         return layouts
 
-    def _decode(self, side: str, echoed: list[_Layout]) -> Batch:
+    def _echoed(self, layouts: list[Layout]) -> list[Layout]:
+        """The output, reduced to the numbers that the input refers to and those that they are derived from."""
+        encodings = [(key, encoding) for layout in layouts for key, (_, encoding) in layout.numbers.items()]
+        echoes = {key for key, encoding in encodings if encoding.form is Form.SAME and not encoding.of}
+        outputs = self._layouts(Side.OUTPUT) if echoes else []
+        for key in [key for layout in outputs for key in echoes & layout.numbers.keys()]:
+            echoes |= {(True, (name,)) for layout in outputs for name in layout.numbers[key][1].needs}
+        return [
+            replace(layout, numbers={key: found for key, found in layout.numbers.items() if key in echoes}, objects={})
+            for layout in outputs
+        ]
+
+    def _decode(self, side: Side) -> Batch:
         layouts = self._layouts(side)
-        self._check_size(layouts, echoed)
-        if echoed:
-            _decode_numbers(echoed, [])
-        bits = _decode_numbers(layouts, echoed)
-        made: dict[_Place, Any] = {}
+        echoed = self._echoed(layouts) if side is Side.INPUT else []
+        check_memory(_needed_memory([*echoed, *layouts]), self._limit)
+        bits = _decode_numbers(layouts, _decode_numbers(echoed, {}) if echoed else {})
         groups: dict[int, torch.Tensor] = {}
-        for place, (_, encoding) in layouts[0].numbers.items():
-            if isinstance(encoding, Jagged):
-                made[place] = jagged_tensor(encoding, bits[place], groups)
-            elif isinstance(encoding, DenseEncoding):
-                made[place] = dense_column(encoding.element, bits[place])
-            else:
-                made[place] = strided_tensor(encoding.element, bits[place])
-        for place in layouts[0].objects:
-            made[place] = self._object_array(place, layouts)
-        described = self._parts[0].description[side]
+        columns: dict[ColumnId, Any] = {
+            key: make_column(encoding, bits[key], groups) for key, (_, encoding) in layouts[0].numbers.items()
+        }
+        columns |= {key: self._object_array(key, layouts) for key in layouts[0].objects}
+        described = self._parts[0].description[side.value]
         return Batch(
             kind=BatchKind(described["kind"]),
             rows=self.rows,
-            tensors={path: value for (is_tensor, path), value in made.items() if is_tensor},
-            arrays={tuple(path): made[False, tuple(path)] for path in described["arrays"]},
+            tensors={path: value for (is_tensor, path), value in columns.items() if is_tensor},
+            arrays={tuple(path): columns[False, tuple(path)] for path in described["arrays"]},
             meta=dict(cells.decode_inline(described["meta"])),
             order=[tuple(path) for path in described["order"]],
             nodes={tuple(path): (self.rows, *map(natural, sizes)) for path, sizes in described["nodes"]},
             device=None if described["device"] is None else "cpu",
         )
 
-    def _check_size(self, layouts: list[_Layout], echoed: list[_Layout]) -> None:
-        """Compare what the parts claim with the limit, before anything is allocated."""
-        in_flight: list[int] = []
-        needed = 0
-        for layout in [*echoed, *layouts]:
-            for name in layout.object_columns if layout.objects else ():
-                # Blobs are in memory twice while objects are made of them.
-                needed += layout.part.stored_bytes(name, _OBJECT_BYTES) * (2 if name == BLOBS else 1)
-            sizes: dict[_Place, int] = {}
-            for place in sorted(layout.numbers, key=layout.turn):
-                column, encoding = layout.numbers[place]
-                stored = [layout.part.stored_bytes(field.name) for field in encoding.fields(column)]
-                derived = sum(sizes.get((True, (name,)), 0) for name in encoding.needs)
-                sizes[place] = encoding.row_bytes * layout.part.rows or sum(stored) or derived
-                in_flight += stored
-            needed += sum(sizes.values())
-        # Columns are read a few at a time and let go when they are decoded; Python objects stay.
-        needed += sum(sorted(in_flight)[-worker_count() :])
-        if needed > self._limit:
-            raise EntryTooLargeError(
-                f"Loading it would take {format_size(needed)} of memory and {format_size(self._limit)} are allowed. "
-                "Load it on a larger machine or raise max_load_bytes."
-            )
-
-    def _object_array(self, place: _Place, layouts: list[_Layout]) -> np.ndarray:
-        first = layouts[0].objects[place]
-        shape = tuple(natural(size) for size in first["shape"])
-        objects: dict[int, tuple[str, Any]] = {}
-        pieces = [
-            self._cells(layout.part, stored, layout.objects[place], objects)
-            for layout, stored in zip(layouts, self._blobs, strict=True)
-        ]
-        if first["dtype"] != "|O":
-            dtype = text_dtype(first["dtype"])
-            if self.rows * math.prod(shape) * dtype.itemsize > self._limit:
-                raise EntryTooLargeError(f"{place[1]} claims more memory than {format_size(self._limit)}.")
-            found = [cell for piece in pieces for cell in piece]
-            return np.array(found, dtype).reshape(self.rows, *shape)
-        array = np.empty((self.rows, *shape), dtype=object)
-        for layout, piece in zip(layouts, pieces, strict=True):
-            if not shape:
-                array[layout.rows] = piece
-                continue
-            for row, cell in zip(array[layout.rows], piece, strict=True):
-                for index, value in zip(np.ndindex(shape), cell, strict=True):
-                    row[index] = value
-        return array
-
-    def _cells(
-        self, part: PartFile, stored: StoredBlobs, item: dict[str, Any], objects: dict[int, tuple[str, Any]]
-    ) -> np.ndarray:
-        """The cells of one part as a sequence; ``objects`` are those that earlier rows hold."""
-        form, column = item["cells"], item["column"]
-        if form not in ("text", "json"):
-            return _object_column(part.objects(column, CELL_TYPES[form]))
-        texts, codes = part.texts(column)
-        if form == "text":
-            return _object_column([*texts, None])[codes]
-        identity = None
-        if item["object"] is not None:
-            identity = part.all_numbers(item["object"], pa.int64())
-            if len(identity) and identity.min() < 0:
-                raise CorruptEntryError(f"Column {item['object']!r} holds negative numbers.")
-        blobs = row_blobs(part, item["blobs"], stored)
-        decoded = decode_column(texts, codes.tolist(), blobs, None if identity is None else identity.tolist(), objects)
-        return _object_column(decoded)
+    def _object_array(self, key: ColumnId, layouts: list[Layout]) -> np.ndarray:
+        item = layouts[0].objects[key]
+        shape = tuple(natural(size) for size in item["shape"])
+        dtype = np.dtype(object) if item["dtype"] == "|O" else cells.numpy_dtype(item["dtype"])
+        if dtype.kind not in "OUS":
+            raise CorruptEntryError(f"Key {'.'.join(key[1])!r} is of type {dtype}, which cannot contain objects.")
+        check_memory(self.rows * math.prod(shape) * dtype.itemsize, self._limit, f"Key {'.'.join(key[1])!r}")
+        made: dict[int, tuple[str, Any]] = {}
+        found: list[Any] = []
+        for layout, objects in zip(layouts, self._objects, strict=True):
+            with decoding(layout.part.what):
+                found += objects.decode(layout.objects[key], made)
+        if shape:
+            if any(len(cell) != math.prod(shape) for cell in found):
+                raise CorruptEntryError(f"A cell does not have the shape {shape}.")
+            found = [value for cell in found for value in cell]
+        flat = np.fromiter(found, object, len(found)) if dtype.kind == "O" else np.array(found, dtype)
+        return flat.reshape(self.rows, *shape)
 
 
-def _parse(part: PartFile, side: str, rows: slice) -> _Layout:
-    described = part.description[side]
-    spans = None
-    if described["spans"] is not None:
-        prompt_width, response_width = (natural(width) for width in described["spans"])
-        prompt, response = (part.all_numbers(name, pa.int32()).astype(np.int64) for name in _LENGTHS[side])
-        spans = Spans(prompt_width, response_width, prompt, response)
-        for length, width in ((prompt, prompt_width), (response, response_width)):
-            if (length < 0).any() or (length > width).any():
-                raise CorruptEntryError("The stored prompt and response lengths do not fit the widths.")
-    numbers: dict[_Place, tuple[str, Encoding]] = {}
-    columns: list[str] = []
-    for item in described["numbers"]:
-        encoding = encoding_from_json(item, spans)
-        place = encoding.element.holder == "torch", tuple(item["path"])
-        columns += [field.name for field in encoding.fields(item["column"])]
-        if place in numbers:
-            raise CorruptEntryError("The file lists a key twice.")
-        numbers[place] = item["column"], encoding
-    objects = {(False, tuple(item["path"])): item for item in described["objects"]}
-    if (
-        len(set(columns)) != len(columns)
-        or len(objects) != len(described["objects"])
-        or objects.keys() & numbers.keys()
-    ):
-        raise CorruptEntryError("The file lists a key or a column twice.")
-    return _Layout(part, rows, spans, numbers, objects)
-
-
-def _echoed(layout: _Layout) -> _Layout:
-    """The numbers of the output that numbers of the input may be stored as, and what those are derived from."""
-    given = layout.part.description["input"]["numbers"]
-    echoes = {
-        (item["element"]["holder"] == "torch", tuple(item["path"]))
-        for item in given
-        if item["form"] == Same.name and not item["of"]
-    }
-    found = [encoding for place, (_, encoding) in layout.numbers.items() if place in echoes]
-    needed = {(True, (name,)) for encoding in found for name in (*encoding.needs, getattr(encoding, "of", ""))}
-    kept = {place: value for place, value in layout.numbers.items() if place in echoes | needed}
-    return _Layout(layout.part, layout.rows, layout.spans, kept, {})
-
-
-def _decode_numbers(layouts: list[_Layout], echoed: list[_Layout]) -> dict[_Place, Any]:
-    """The bits of all numeric columns, parts joined. ``echoed`` is what was decoded of the output before."""
-    arrays = _allocate(layouts)
-
-    def decode(job: tuple[int, _Place]) -> None:
-        number, place = job
-        layout = layouts[number]
-        column, encoding = layout.numbers[place]
-
-        def done(name: str) -> Any:
-            other = (True, (name,)) if name else place
-            found = layout if name else echoed[number] if echoed else None
-            if found is None or other not in found.numbers or (name and found.turn(other) >= layout.turn(place)):
-                raise CorruptEntryError(f"The file derives {column!r} from {name!r}, which it does not hold.")
-            return found.done[other].result()
-
-        try:
-            reading = Reading(layout.part, layout.spans, done)
-            if isinstance(encoding, NestedEncoding):
-                bits = encoding.read(column, reading)
-            else:
-                assert isinstance(encoding, DenseEncoding)
-                bits = arrays[place][layout.rows]
-                encoding.read_into(bits, column, reading)
-        except BaseException as error:
-            layout.done[place].set_exception(error)
-            raise
-        layout.done[place].set_result(bits)
-
-    # In order of their turns: a column waits only for columns that were begun before it.
-    jobs = [(number, place) for number, layout in enumerate(layouts) for place in layout.numbers]
+def _needed_memory(layouts: list[Layout]) -> int:
+    """The memory that decoding takes, according to the parts."""
+    in_flight: list[int] = []
+    needed = 0
     for layout in layouts:
-        _ = layout.done  # made before the threads start: two that made it at once would not see each other's results
-    map_in_threads(decode, sorted(jobs, key=lambda job: layouts[job[0]].turn(job[1])))
-    nested = layouts[0].numbers.keys() - arrays.keys()
-    return arrays | {place: _join([layout.done[place].result() for layout in layouts]) for place in nested}
+        part = layout.part
+        names = {item[name] for item in layout.objects.values() for name in ("column", "object", "blobs")} - {None}
+        # Blobs are in memory twice while objects are built from them.
+        for name in (*names, BLOB_SIZES, BLOBS, BLOBS) if names else ():
+            needed += part.stored_bytes(name, _OBJECT_BYTES)
+        sizes: dict[ColumnId, int] = {}
+        for key, (column, encoding) in sorted(layout.numbers.items(), key=lambda item: len(item[1][1].needs)):
+            stored = [part.stored_bytes(field.name) for field in encoding.fields(column)]
+            derived = sum(sizes.get((True, (name,)), 0) for name in encoding.needs)
+            sizes[key] = encoding.row_bytes * part.rows or sum(stored) or derived
+            in_flight += stored
+        needed += sum(sizes.values())
+    # Columns are read a few at a time and freed once they are decoded; Python objects stay.
+    return needed + sum(sorted(in_flight)[-worker_count() :])
 
 
-def _allocate(layouts: list[_Layout]) -> dict[_Place, np.ndarray]:
-    """Zeros for all rows of every dense column."""
-    memory, rows = ZeroedMemory(), layouts[-1].rows.stop
-    numbers = {place: encoding for place, (_, encoding) in layouts[0].numbers.items()}
-    places = [place for place, encoding in numbers.items() if isinstance(encoding, DenseEncoding)]
+def _decode_numbers(layouts: list[Layout], echoed: dict[ColumnId, Bits]) -> dict[ColumnId, Bits]:
+    """The bits of all numeric columns across the parts. ``echoed`` are those of the output, already decoded."""
+    memory, total = ZeroedMemory(), layouts[-1].part.entry_rows.stop
+    encodings = {key: encoding for key, (_, encoding) in layouts[0].numbers.items()}
+    dense = [key for key, encoding in encodings.items() if not encoding.is_nested]
+    shapes = [((total, *encodings[key].shape), encodings[key].element.bits) for key in dense]
+    arrays = dict(zip(dense, map_in_threads(lambda shape: memory.zeros(*shape), shapes), strict=True))
+    nested: list[dict[ColumnId, JaggedBits]] = [{} for _ in layouts]
 
-    def allocate(place: _Place) -> np.ndarray:
-        return memory.zeros((rows, *numbers[place].shape), numbers[place].element.bits)
+    def decode(job: tuple[int, ColumnId, slice]) -> None:
+        number, key, rows = job
+        layout = layouts[number]
+        part, (column, encoding) = layout.part, layout.numbers[key]
 
-    return dict(zip(places, map_in_threads(allocate, places), strict=True))
+        def source(name: str) -> Any:
+            other = (True, (name,)) if name else key
+            if name and (other not in layout.numbers or layout.numbers[other][1].needs):
+                raise CorruptEntryError(f"The file derives {column!r} from {name!r}, which it does not contain.")
+            bits = arrays.get(other, nested[number].get(other)) if name else echoed.get(key)
+            return bits[part.entry_rows] if isinstance(bits, np.ndarray) else bits
+
+        with decoding(part.what):
+            if encoding.is_nested:
+                nested[number][key] = encoding.join(source) if encoding.needs else encoding.read(part, column)
+            elif encoding.is_stored:
+                encoding.read_into(arrays[key][part.entry_rows], part, column, layout.spans)
+            else:
+                out = arrays[key][part.entry_rows]
+                for chunk in row_chunks(rows.stop, encoding.row_bytes, rows.start):
+                    encoding.fill(out[chunk], chunk, layout.spans, source)
+
+    # Columns that are derived from others come after them. Dense columns are derived in slices of rows, so that no
+    # thread works on a large one while the others are idle.
+    stored: list[tuple[int, ColumnId, slice]] = []
+    derived: list[tuple[int, ColumnId, slice]] = []
+    dependent: list[tuple[int, ColumnId, slice]] = []
+    for number, layout in enumerate(layouts):
+        rows = layout.part.rows
+        step = max(1, -(-rows // worker_count()))
+        slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+        for key, (_, encoding) in layout.numbers.items():
+            jobs = dependent if encoding.needs else stored if encoding.is_stored else derived
+            whole = encoding.is_nested or encoding.is_stored
+            jobs += [(number, key, part) for part in ([slice(0, rows)] if whole else slices)]
+    map_in_threads(decode, [*stored, *derived])
+    map_in_threads(decode, dependent)
+    joined = {key: _join([found[key] for found in nested]) for key in encodings.keys() - arrays.keys()}
+    return {**arrays, **joined}
 
 
-def _join(pieces: list[Any]) -> Any:
-    """The bits of a nested tensor from those of its parts."""
-    if not isinstance(pieces[0], JaggedBits):
-        return [row for piece in pieces for row in piece]
+def _join(pieces: list[JaggedBits]) -> JaggedBits:
+    """Concatenate the bits of a nested tensor from all parts."""
     if len(pieces) == 1:
         return pieces[0]
-    return JaggedBits(*(np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("values", "lengths")))
-
-
-def _object_column(values: Sequence[Any]) -> np.ndarray:
-    return np.fromiter(values, dtype=object, count=len(values))
+    values, lengths = (np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("values", "lengths"))
+    shapes = [piece.shapes for piece in pieces if piece.shapes is not None]
+    return JaggedBits(values, lengths, _join(shapes) if shapes else None)

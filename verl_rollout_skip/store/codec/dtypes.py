@@ -1,14 +1,15 @@
-"""Element types: how each torch and numpy dtype lies in memory, and how it is stored in a Parquet column.
+"""Element types: the memory layout of each torch and numpy dtype, and how it is stored in a Parquet column.
 
-*Bits* are a numpy array with the exact bits of the values, in a dtype that numpy knows. *Stored* values are what the
-column holds: readable numbers where that is exact (a bfloat16 becomes the float32 with the same value), the raw
-bits where it is not. Nothing here needs torch; ``tensors.py`` turns tensors into bits and back.
+*Bits* are a numpy array with the exact bits of the values, in a dtype that numpy supports. *Stored* values are the
+values in the column: readable numbers where that is exact (a bfloat16 becomes the float32 with the same value), the raw
+bits where it is not. Nothing here needs torch; ``numbers.py`` turns tensors into bits and back.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,13 +23,13 @@ TORCH_BITS = {
 }
 """The numpy dtype that carries the bits of each torch dtype."""
 NUMPY_NUMBERS = re.compile(r"[<>|=]([biu][1248]|f[248]|c8|c16|[mM]8\[\d*[a-zA-Z]+\])")
-"""Numpy dtypes, by their ``str``, that a numeric column can have."""
+"""The ``str`` of the numpy dtypes that a numeric column can have."""
 _STORED = {"bool", "float32", "float64", *(f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64))}
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def as_integers(bits: np.ndarray) -> np.ndarray:
-    """A view in which equal means the same bits: NaN equals itself, -0.0 differs from 0.0."""
+    """A view that compares bits: NaN equals itself, -0.0 differs from 0.0."""
     if bits.dtype.kind in "biu":
         return bits
     if bits.dtype.kind == "c":
@@ -48,7 +49,7 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class Element:
-    """The element type of a numeric column: ``holder`` and ``name`` say what it was, ``stored`` what the file has."""
+    """The element type of a numeric column: ``holder`` and ``name`` in memory, ``stored`` in the file."""
 
     holder: str
     name: str
@@ -70,16 +71,22 @@ class Element:
     def arrow(self) -> pa.DataType:
         return pa.type_for_alias(self.stored)
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether the file contains the same bytes under another type."""
+        raw_half = self.stored == "uint16" and self.bits == np.float16
+        return raw_half or self.bits.kind in "cmM"
+
 
 def check_element(element: Element) -> None:
-    """Raise ValueError for an element type, from data that cannot be trusted, that does not exist."""
+    """Raise ValueError if an element type from untrusted data does not exist."""
     known = element.name in TORCH_BITS if element.holder == "torch" else NUMPY_NUMBERS.fullmatch(element.name)
     if not known or element.holder not in ("torch", "numpy") or element.stored not in _STORED:
         raise ValueError(f"{element} is not an element type")
 
 
 def widest(holder: str, name: str, bits: np.dtype) -> Element:
-    """The element type of a column before it is narrowed; ``name`` is its dtype, ``bits`` what carries its bits."""
+    """The element type of a column before it is narrowed; ``name`` is its dtype, ``bits`` the dtype of its bits."""
     if name == "bfloat16" or bits == np.float16:
         return Element(holder, name, "float32")
     stored = {"c": f"float{bits.itemsize * 4}", "m": "int64", "M": "int64"}.get(bits.kind, bits.name)
@@ -87,13 +94,13 @@ def widest(holder: str, name: str, bits: np.dtype) -> Element:
 
 
 def narrower(element: Element, bits: np.ndarray) -> Element:
-    """The element type with the smallest exact storage for these bits, which may be all or some of a column."""
+    """The element type with the smallest exact storage for these bits, all or some of a column."""
     if element.stored == "int64" and element.bits.kind == "i":
         fits = bits.size == 0 or (bits.min() >= -(2**31) and bits.max() < 2**31)
         return Element(element.holder, element.name, "int32") if fits else element
     if element.stored == "float32" and element.bits == np.float16:
-        # A conversion may make a signalling NaN a quiet one, and whether it does can differ from element to element
-        # (vector or scalar instructions): a column with one keeps its raw bits.
+        # A conversion may turn a signaling NaN into a quiet one, and this can differ from element to element (vector or
+        # scalar instructions): a column that contains one keeps its raw bits.
         raw = bits.view(np.uint16)
         signalling = ((raw & 0x7C00) == 0x7C00) & ((raw & 0x03FF) != 0) & ((raw & 0x0200) == 0)
         exact = not signalling.any() and same_bits(bits.astype(np.float32).astype(np.float16), bits)
@@ -102,25 +109,23 @@ def narrower(element: Element, bits: np.ndarray) -> Element:
 
 
 def to_stored(element: Element, bits: np.ndarray) -> np.ndarray:
-    """Flat bits of a column as the values that the file holds."""
-    stored = np.dtype(element.stored)
+    """Flat bits of a column as the values in the file."""
     if element.name == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
-    if element.stored == "uint16" and bits.dtype == np.float16:
-        return bits.view(np.uint16)
-    if element.components == 2 or element.bits.kind in "mM":
-        return bits.view(stored)
-    return bits.astype(stored, copy=False)
+    return bits.view(element.stored) if element.is_raw else bits.astype(element.stored, copy=False)
 
 
 def from_stored(element: Element, stored: np.ndarray) -> np.ndarray:
     """The inverse of ``to_stored``."""
     if element.name == "bfloat16":
         return (np.ascontiguousarray(stored).view(np.uint32) >> 16).astype(np.uint16)
-    if (
-        (element.stored == "uint16" and element.bits == np.float16)
-        or element.components == 2
-        or element.bits.kind in "mM"
-    ):
-        return np.ascontiguousarray(stored).view(element.bits)
-    return stored.astype(element.bits, copy=False)
+    return (
+        np.ascontiguousarray(stored).view(element.bits) if element.is_raw else stored.astype(element.bits, copy=False)
+    )
+
+
+def natural(value: Any) -> int:
+    """Check a size from untrusted data."""
+    if type(value) is not int or not 0 <= value < 2**40:
+        raise ValueError(f"{value!r} is not a size")
+    return value

@@ -1,12 +1,9 @@
-"""How a numeric column lies in the file: each encoding with its way in and its way back side by side.
+"""How the bits of a numeric column are stored and restored: the ten forms of docs/format.md, without torch.
 
-An encoding is a small description that is kept as JSON in the file. ``fields`` and ``store`` make its Parquet columns;
-``read_into`` makes the bits again from them. An encoding that leaves something out (padding, a tensor that follows from
-others) is chosen by ``columns.py`` only after it was proved to give the recorded bits back. Encodings of dense tensors
-are here, those of nested tensors in ``jagged.py``. All of them work on numpy bits, without torch.
-
-Everything an encoding says comes from a file that may be damaged or hostile, so ``check`` is called first and reading
-trusts no length it has not compared.
+*Stored* forms (dense, ragged, jagged, rows) have Parquet columns, which ``store`` fills and ``read`` and ``read_into``
+read. *Derived* forms have none: ``fill`` and ``join`` compute the bits from the token spans or from other columns. The
+same code runs at dump time, to prove that it reproduces the recorded bits, and at load time. An encoding may come from
+a hostile file: ``parse_encoding`` checks it, and every length is checked before use.
 """
 
 from __future__ import annotations
@@ -14,22 +11,90 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
-from verl_rollout_skip.store.codec.dtypes import Element, as_integers, from_stored, to_stored
-from verl_rollout_skip.store.codec.padding import WINDOWS, Spans, position_rows, row_chunks
-from verl_rollout_skip.store.codec.part import PartFile
+from verl_rollout_skip.store.codec.dtypes import Element, as_integers, check_element, from_stored, natural, to_stored
+from verl_rollout_skip.store.codec.padding import WINDOWS, Spans, row_chunks
+from verl_rollout_skip.store.format import SHAPE
+
+if TYPE_CHECKING:
+    from verl_rollout_skip.store.codec.part import PartFile
+
+Source = Callable[[str], Any]
+"""Returns the bits of another tensor of the batch, or of the same key in the output if the name is empty."""
+
+
+class Form(str, Enum):
+    """How a column is stored or derived."""
+
+    DENSE = "dense"
+    """Every element: one number per row, or one list per row with the trailing dimensions laid out flat."""
+    RAGGED = "ragged"
+    """A padded tensor without its padding: one list per row with the elements inside a window."""
+    MASK = "mask"
+    """1 on tokens and 0 on padding: the attention mask, and the response mask of single-turn rollouts."""
+    POSITIONS = "positions"
+    """Position ids that count the tokens of the row."""
+    CONCAT = "concat"
+    """Prompts and responses concatenated: the input ids."""
+    SAME = "same"
+    """The same bits as another column: ``of`` in this batch, or the same key of the output if that is empty."""
+    JAGGED = "jagged"
+    """A jagged NestedTensor: one list per row."""
+    JAGGED_CONCAT = "jagged_concat"
+    """Prompts and responses of jagged tensors, concatenated row by row: the input ids."""
+    JAGGED_POSITIONS = "jagged_positions"
+    """Position ids 0, 1, 2 … of each row of a jagged tensor, as long as the input ids."""
+    ROWS = "rows"
+    """A strided NestedTensor: rows of different shapes. A second column contains the shapes."""
+
+
+_JAGGED = {"ragged_idx": int, "laid_out": int, "group": int, "bounds": bool}
+_JAGGED_FORMS = (Form.JAGGED, Form.JAGGED_CONCAT, Form.JAGGED_POSITIONS)
+_FIELDS: dict[Form, dict[str, type]] = {
+    Form.RAGGED: {"window": str, "axis": int, "pad": int},
+    Form.MASK: {"window": str},
+    Form.POSITIONS: {"rule": str},
+    Form.SAME: {"of": str},
+    **dict.fromkeys(_JAGGED_FORMS, _JAGGED),
+}
+"""The fields in the description of a column besides its form, element and shape."""
+_JOINED = ("prompts", "responses")
+
+
+@dataclass(frozen=True)
+class JaggedBits:
+    """Concatenated rows, the ragged dimension first, and the length of each; ``shapes`` if their shapes differ."""
+
+    values: np.ndarray
+    lengths: np.ndarray
+    shapes: JaggedBits | None = None
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Where each row begins, and where the last one ends."""
+        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+
+    def rows(self, rows: slice) -> np.ndarray:
+        """The values of some rows."""
+        return self.values[self.offsets[rows.start] : self.offsets[rows.stop]]
+
+
+Bits = np.ndarray | JaggedBits
+"""The bits of a column: an array if all rows have one shape."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a Parquet column holds of some rows: numbers, and how many each row has if they are lists.
+    """The content of a Parquet column for some rows: numbers, and the number of them in each row if they are lists.
 
-    ``content`` is what is digested in place of the values, if those depend on how the rows were cut into parts.
+    ``content`` is digested in place of the values, if those depend on how the rows were split into parts.
     """
 
     values: np.ndarray
@@ -37,7 +102,7 @@ class Stored:
     content: Any = None
 
     def to_arrow(self, item: pa.DataType) -> pa.Array:
-        """As an Arrow array that shares the values; ``pa.array`` would import pandas."""
+        """Return an Arrow array that shares the values; ``pa.array`` would import pandas."""
         values = np.packbits(self.values, bitorder="little") if pa.types.is_boolean(item) else self.values
         numbers = pa.Array.from_buffers(item, len(self.values), [None, pa.py_buffer(np.ascontiguousarray(values))])
         if self.lengths is None:
@@ -52,259 +117,252 @@ class Stored:
 
 
 def list_type(item: pa.DataType) -> pa.DataType:
-    """Lists in which nothing can be null: readers need no validity levels for them."""
+    """A list type without nulls, which needs no validity levels."""
     return pa.list_(pa.field("element", item, nullable=False))
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What an encoding may need to be read: the part, its spans, and the columns that were read before it.
+class Encoding:
+    """The form of a column, the type of its elements, and the shape of one row (of one token in a jagged tensor).
 
-    ``done`` gives the bits of another tensor of the batch in this part; with an empty name, those of the same key in
-    the output, when this is the input.
+    Ragged: ``axis`` is the padded dimension of a row, the first or the last (position ids of vision models, [3, L]);
+    ``pad`` is the value outside the window, as an integer with the same bits.
+
+    Jagged: ``ragged_idx`` is the ragged dimension as torch counts it; ``laid_out`` is the one that the tensor was built
+    with: verl builds position ids of vision models with a different one and changes it afterwards. Columns of one
+    ``group`` share their offsets object, like the originals: torch computes only between NestedTensors that share it.
+    ``bounds`` says that the shortest and the longest length were known.
     """
 
-    part: PartFile
-    spans: Spans | None
-    done: Callable[[str], Any]
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Base: ``element`` is the type of the elements, ``shape`` the dense shape of one row."""
-
+    form: Form
     element: Element
     shape: tuple[int, ...]
-    name: ClassVar[str]
-    needs: ClassVar[tuple[str, ...]] = ()
+    window: str = ""
+    axis: int = 0
+    pad: int = 0
+    rule: str = ""
+    of: str = ""
+    ragged_idx: int = 0
+    laid_out: int = 0
+    group: int = 0
+    bounds: bool = False
+
+    @property
+    def is_nested(self) -> bool:
+        return self.form in (*_JAGGED_FORMS, Form.ROWS)
+
+    @property
+    def is_stored(self) -> bool:
+        return self.form in (Form.DENSE, Form.RAGGED, Form.JAGGED, Form.ROWS)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The tensors of the same batch that it is derived from."""
+        if self.form is Form.SAME:
+            return (self.of,) if self.of else ()
+        return _JOINED if self.form in (Form.CONCAT, Form.JAGGED_CONCAT, Form.JAGGED_POSITIONS) else ()
 
     @property
     def row_bytes(self) -> int:
-        """Memory that one decoded row takes; 0 if only the lists in the file tell."""
-        return math.prod(self.shape) * self.element.bits.itemsize
+        """The memory that one decoded row takes; 0 if it depends on the lists in the file."""
+        return 0 if self.is_nested else math.prod(self.shape) * self.element.bits.itemsize
+
+    @property
+    def plain_form(self) -> Form:
+        """The form that omits nothing."""
+        return Form.JAGGED if self.form in _JAGGED_FORMS else Form.ROWS if self.is_nested else Form.DENSE
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What must be the same in all parts of an entry."""
-        return "dense", self.element.holder, self.element.name, self.shape
+        """The properties that must be the same in all parts of an entry."""
+        built = tuple(getattr(self, name) for name in _JAGGED)
+        return self.plain_form, self.element.holder, self.element.name, self.shape, built
+
+    def to_json(self) -> dict[str, Any]:
+        """The description in the file."""
+        common = {"form": self.form.value, "element": asdict(self.element), "shape": list(self.shape)}
+        return common | {name: getattr(self, name) for name in _FIELDS.get(self.form, ())}
+
+    def check(self, spans: Spans | None) -> None:
+        """Raise ValueError if the encoding is invalid or does not fit the spans."""
+        form, shape = self.form, self.shape
+        if form in (Form.RAGGED, Form.MASK) and (spans is None or self.window not in WINDOWS):
+            raise ValueError(f"the window {self.window!r} does not exist")
+        if form is Form.POSITIONS and (spans is None or self.rule not in ("counted", "continued")):
+            raise ValueError(f"the rule {self.rule!r} does not exist")
+        if form in (Form.MASK, Form.POSITIONS):
+            assert spans is not None
+            if shape != (spans.width(self.window or "full"),):
+                raise ValueError(f"a row of shape {shape} does not fit the window {self.window!r}")
+        if form is Form.RAGGED:
+            assert spans is not None
+            if not shape or self.axis not in (0, len(shape) - 1) or self.element.components != 1:
+                raise ValueError(f"a row of shape {shape} has no padding along dimension {self.axis}")
+            if shape[self.axis] != spans.width(self.window):
+                raise ValueError(f"a row of shape {shape} does not fit the window {self.window!r}")
+            kind = as_integers(np.empty(0, self.element.bits)).dtype
+            lowest, highest = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
+            if not lowest <= self.pad <= highest:
+                raise ValueError(f"{self.pad} cannot be the padding of type {kind}")
+        if self.is_nested and self.element.holder != "torch":
+            raise ValueError("only a tensor can be nested")
+        if form is Form.ROWS and shape:
+            raise ValueError("rows of different shapes have no common shape")
+        if form in _JAGGED_FORMS and not all(1 <= dim <= len(shape) + 1 for dim in (self.ragged_idx, self.laid_out)):
+            raise ValueError(f"rows of {len(shape) + 1} dimensions cannot be ragged in dimension {self.ragged_idx}")
 
     def fields(self, column: str) -> list[pa.Field]:
-        return []
+        """The Parquet columns of a key."""
+        if not self.is_stored:
+            return []
+        kind = self.element.arrow if self._is_scalar else list_type(self.element.arrow)
+        shapes = [pa.field(f"{SHAPE}{column}", list_type(pa.int64()), nullable=False)]
+        return [pa.field(column, kind, nullable=False), *(shapes if self.form is Form.ROWS else [])]
 
     def store(self, bits: Any, rows: slice, spans: Spans | None) -> list[Stored]:
-        """What goes into the columns of ``fields`` for these rows."""
-        return []
+        """The content of the columns of ``fields`` for these rows."""
+        if not self.is_stored:
+            return []
+        if self.form is Form.DENSE:
+            values, lengths = bits[rows].reshape(-1), np.full(len(bits[rows]), self._unit)
+        elif self.form is Form.RAGGED:
+            assert spans is not None
+            cells, mask = self._tokens(bits[rows], spans, rows)
+            values, lengths = cells[mask].view(bits.dtype), spans.lengths(self.window)[rows] * self._unit
+        else:
+            values, lengths = bits.rows(rows).reshape(-1), bits.lengths[rows] * self._unit
+        stored = [Stored(to_stored(self.element, values), None if self._is_scalar else lengths)]
+        if self.form is Form.ROWS:
+            stored.append(Stored(bits.shapes.rows(rows), bits.shapes.lengths[rows]))
+        return stored
 
-    def check(self, spans: Spans | None) -> None:
-        """Raise ValueError if this description cannot be meant."""
-
-
-@dataclass(frozen=True)
-class DenseEncoding(Encoding):
-    """Base of the encodings of tensors and arrays whose rows have one shape."""
-
-    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
-        """Make the bits of all rows of a part in ``out``, which is zero."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Dense(DenseEncoding):
-    """Every element: one number per row, or one list per row with the trailing dimensions laid out flat."""
-
-    name: ClassVar[str] = "dense"
-
-    def fields(self, column: str) -> list[pa.Field]:
-        kind = self.element.arrow if self._is_scalar else list_type(self.element.arrow)
-        return [pa.field(column, kind, nullable=False)]
-
-    def store(self, bits: np.ndarray, rows: slice, spans: Spans | None) -> list[Stored]:
-        part = bits[rows]
-        values = to_stored(self.element, part.reshape(-1))
-        return [Stored(values) if self._is_scalar else Stored(values, np.full(len(part), self._row_values))]
-
-    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
-        if self._is_scalar:
-            for rows, values in reading.part.numbers(column, self.element.arrow):
-                out[rows] = from_stored(self.element, values)
-            return
-        for rows, lengths, values in reading.part.lists(column, self.element.arrow):
-            _compare(lengths, np.full(len(lengths), self._row_values), column)
-            out[rows] = from_stored(self.element, values).reshape(len(lengths), *self.shape)
-
-    @property
-    def _is_scalar(self) -> bool:
-        return not self.shape and self.element.components == 1
-
-    @property
-    def _row_values(self) -> int:
-        return math.prod(self.shape) * self.element.components
-
-
-@dataclass(frozen=True)
-class Ragged(DenseEncoding):
-    """A padded tensor without its padding: one list per row with the elements that lie in a window.
-
-    ``axis`` is the padded dimension of a row: the first, or the last (position ids of vision models, [3, L]).
-    ``pad`` is what stands outside the window, as an integer with the same bits.
-    """
-
-    window: str
-    axis: int
-    pad: int
-    name: ClassVar[str] = "ragged"
-
-    def check(self, spans: Spans | None) -> None:
-        if spans is None or self.window not in WINDOWS or self.axis not in (0, len(self.shape) - 1):
-            raise ValueError("a column without padding needs a window and an axis")
-        if not self.shape or self.shape[self.axis] != spans.width(self.window) or self.element.components != 1:
-            raise ValueError(f"a row of shape {self.shape} does not fit the window {self.window!r}")
-        kind = as_integers(np.empty(0, self.element.bits)).dtype
-        limits = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
-        if not limits[0] <= self.pad <= limits[1]:
-            raise ValueError(f"{self.pad} cannot be the padding of type {kind}")
-
-    def fields(self, column: str) -> list[pa.Field]:
-        return [pa.field(column, list_type(self.element.arrow), nullable=False)]
-
-    def store(self, bits: np.ndarray, rows: slice, spans: Spans | None) -> list[Stored]:
-        assert spans is not None
-        cells, mask = self._aligned(bits[rows], spans, rows)
-        values = cells[mask].view(bits.dtype)
-        return [Stored(to_stored(self.element, values), spans.lengths(self.window)[rows] * self._per_token())]
-
-    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
-        assert reading.spans is not None
-        expected = reading.spans.lengths(self.window) * self._per_token()
-        for rows, lengths, values in reading.part.lists(column, self.element.arrow):
-            _compare(lengths, expected[rows], column)
+    def read_into(self, out: np.ndarray, part: PartFile, column: str, spans: Spans | None) -> None:
+        """Read a dense or ragged column into ``out``, which is zero."""
+        tokens = spans.lengths(self.window) if spans and self.form is Form.RAGGED else np.ones(part.rows, np.int64)
+        for rows, lengths, values in part.pieces(column, self.fields(column)[0].type):
+            if lengths is not None and not np.array_equal(lengths, tokens[rows] * self._unit):
+                raise CorruptEntryError(
+                    f"Column {column!r} contains lists whose lengths differ from those in the file."
+                )
+            if self.form is Form.DENSE:
+                out[rows] = from_stored(self.element, values).reshape(out[rows].shape)
+                continue
+            assert spans is not None
             if self.pad:
                 as_integers(out[rows])[...] = self.pad
-            self._scatter(out[rows], values, reading.spans, rows)
+            cells, mask = self._tokens(out[rows], spans, rows)
+            if cells.dtype == out.dtype == np.int64:
+                cells[mask] = values  # widens while copying
+            else:
+                cells[mask] = from_stored(self.element, values).view(cells.dtype)
 
-    def outside_is(self, bits: np.ndarray, spans: Spans) -> bool:
-        """Whether nothing but ``pad`` stands outside the window."""
+    def read(self, part: PartFile, column: str) -> JaggedBits:
+        """Read a nested column."""
+        lengths, values = part.lists(column, self.element.arrow)
+        if (lengths % max(self._unit, 1)).any() or (lengths.any() and not self._unit):
+            raise CorruptEntryError(f"A list of column {column!r} does not contain whole tokens of shape {self.shape}.")
+        lengths = lengths // max(self._unit, 1)
+        bits = from_stored(self.element, values).reshape(-1, *self.shape)
+        if self.form is not Form.ROWS:
+            return JaggedBits(bits, lengths)
+        ndims, sizes = part.lists(f"{SHAPE}{column}", pa.int64())
+        shapes = JaggedBits(sizes, ndims)
+        for row, length in enumerate(lengths.tolist()):
+            shape = shapes.rows(slice(row, row + 1)).tolist()
+            if math.prod(shape) != length or min(shape, default=0) < 0:
+                raise CorruptEntryError(
+                    f"A row of column {column!r} has {length} values, which do not fit the shape {shape}."
+                )
+        return JaggedBits(bits, lengths, shapes)
+
+    def fill(self, out: np.ndarray, rows: slice, spans: Spans | None, source: Source) -> None:
+        """Derive some rows of a dense column into ``out``, which is zero."""
+        if self.form is Form.MASK and spans is not None:
+            out[spans.mask(self.window, rows)] = 1  # the memory of padding is left untouched
+        elif self.form is Form.POSITIONS and spans is not None:
+            out[...] = spans.positions(self.rule, rows)
+        elif self.form is Form.SAME:
+            other = source(self.of)
+            if not isinstance(other, np.ndarray) or (other.dtype, other.shape[1:]) != (out.dtype, out.shape[1:]):
+                raise ValueError(f"it is stored as equal to {self.of!r}, which has a different type")
+            out[...] = other[rows]
+        else:
+            pieces = [source(name) for name in self.needs]
+            if not all(isinstance(bits, np.ndarray) and (bits.ndim, bits.dtype) == (2, out.dtype) for bits in pieces):
+                raise ValueError("prompts or responses have a different type than the input ids")
+            width = pieces[0].shape[1]
+            if (width + pieces[1].shape[1],) != self.shape:
+                raise ValueError("prompts and responses do not add up to the width of the input ids")
+            out[:, :width], out[:, width:] = pieces[0][rows], pieces[1][rows]
+
+    def join(self, source: Source) -> JaggedBits:
+        """Derive a jagged column from the prompts and the responses."""
+        pieces = [source(name) for name in self.needs]
+        if not all(isinstance(bits, JaggedBits) and bits.values.ndim == 1 for bits in pieces) or self.shape:
+            raise ValueError("prompts or responses are not jagged tensors of one value per token")
+        lengths = np.stack([bits.lengths for bits in pieces], axis=1)
+        joined = lengths.sum(axis=1)
+        if self.form is Form.JAGGED_POSITIONS:
+            starts = np.repeat(np.cumsum(joined) - joined, joined)
+            return JaggedBits((np.arange(joined.sum()) - starts).astype(self.element.bits, copy=False), joined)
+        if any(bits.values.dtype != self.element.bits for bits in pieces):
+            raise ValueError("prompts or responses have a different type than the input ids")
+        is_prompt = np.repeat(np.tile([True, False], len(lengths)), lengths.reshape(-1))
+        values = np.empty(len(is_prompt), self.element.bits)
+        values[is_prompt], values[~is_prompt] = (bits.values for bits in pieces)
+        return JaggedBits(values, joined)
+
+    def is_padding_uniform(self, bits: np.ndarray, spans: Spans) -> bool:
+        """Whether every value outside the window is ``pad``."""
         for chunk in row_chunks(len(bits), bits.nbytes // max(len(bits), 1)):
             part = as_integers(bits[chunk])
             other = part != np.array(self.pad).astype(part.dtype)
+            mask = spans.mask(self.window, chunk)
             if self.axis == 0:
                 other = other.reshape(len(part), self.shape[0], -1).any(axis=2) if len(self.shape) > 1 else other
-                mask = spans.mask(self.window, chunk)
             else:
-                mask = np.expand_dims(spans.mask(self.window, chunk), tuple(range(1, len(self.shape))))
+                mask = np.expand_dims(mask, tuple(range(1, len(self.shape))))
             if np.any(other > mask):
                 return False
         return True
 
-    def _scatter(self, out: np.ndarray, values: np.ndarray, spans: Spans, rows: slice) -> None:
-        cells, mask = self._aligned(out, spans, rows)
-        if cells.dtype == out.dtype == np.int64:
-            cells[mask] = values  # widens while copying
-        else:
-            cells[mask] = from_stored(self.element, values).view(cells.dtype)
+    @property
+    def _is_scalar(self) -> bool:
+        return self.form is Form.DENSE and not self.shape and self.element.components == 1
 
-    def _per_token(self) -> int:
-        return math.prod(self.shape) // max(self.shape[self.axis], 1)
+    @property
+    def _unit(self) -> int:
+        """The number of stored values per row of a dense column, or per token of any other."""
+        tokens = self.shape[self.axis] if self.form is Form.RAGGED else 1
+        return math.prod(self.shape) // max(tokens, 1) * self.element.components
 
-    def _aligned(self, part: np.ndarray, spans: Spans, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Some rows of the tensor as a matrix of cells, and the mask that selects cells with tokens.
+    def _tokens(self, part: np.ndarray, spans: Spans, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Some rows of a padded tensor as a matrix of cells, and the mask that selects the cells with tokens.
 
-        With a single boolean mask of the same shape numpy copies whole runs, which is as fast as it gets; so the
-        elements of one token become one opaque cell, or the dimensions before the padded one become rows.
+        With a single boolean mask of the same shape, numpy copies whole runs, which is the fastest way. So the elements
+        of one token become one opaque cell, or the dimensions before the padded one become rows.
         """
         mask = spans.mask(self.window, rows)
-        per_token = self._per_token()
         width = self.shape[self.axis]
-        if self.axis == 0:
-            if per_token == 1:
-                return part.reshape(len(part), width), mask
-            flat = part.reshape(len(part), width * per_token)
-            if flat.size == 0:
-                return flat, np.zeros(flat.shape, bool)
-            return flat.view(np.dtype((np.void, per_token * part.itemsize))), mask
-        return part.reshape(-1, width), np.repeat(mask, per_token, axis=0)
+        if self.axis != 0:
+            return part.reshape(-1, width), np.repeat(mask, self._unit, axis=0)
+        flat = part.reshape(len(part), width * self._unit)
+        if self._unit == 1:
+            return flat, mask
+        if flat.size == 0:
+            return flat, np.zeros(flat.shape, bool)
+        return flat.view(np.dtype((np.void, self._unit * part.itemsize))), mask
 
 
-@dataclass(frozen=True)
-class Mask(DenseEncoding):
-    """1 on tokens and 0 on padding: the attention mask, and the response mask of single-turn rollouts."""
-
-    window: str
-    name: ClassVar[str] = "mask"
-
-    def check(self, spans: Spans | None) -> None:
-        if spans is None or self.window not in WINDOWS or self.shape != (spans.width(self.window),):
-            raise ValueError(f"a mask of shape {self.shape} does not fit the window {self.window!r}")
-
-    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
-        assert reading.spans is not None
-        for chunk in row_chunks(len(out), self.row_bytes):
-            # Padding is zero already, and its memory is left untouched.
-            out[chunk][reading.spans.mask(self.window, chunk)] = 1
-
-
-@dataclass(frozen=True)
-class Positions(DenseEncoding):
-    """Position ids that count the tokens of the row."""
-
-    rule: str
-    name: ClassVar[str] = "positions"
-
-    def check(self, spans: Spans | None) -> None:
-        if spans is None or self.rule not in ("counted", "continued") or self.shape != (spans.width("full"),):
-            raise ValueError(f"position ids of shape {self.shape} do not fit rule {self.rule!r}")
-
-    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
-        assert reading.spans is not None
-        for chunk in row_chunks(len(out), self.row_bytes):
-            out[chunk] = position_rows(self.rule, reading.spans, chunk, out.dtype)
-
-
-@dataclass(frozen=True)
-class Concat(DenseEncoding):
-    """Prompts and responses side by side: the input ids."""
-
-    name: ClassVar[str] = "concat"
-    needs: ClassVar[tuple[str, ...]] = ("prompts", "responses")
-
-    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
-        pieces = [reading.done(name) for name in self.needs]
-        if not all(isinstance(piece, np.ndarray) and piece.ndim == 2 and piece.dtype == out.dtype for piece in pieces):
-            raise CorruptEntryError("The file derives input ids from prompts or responses of another type.")
-        width = pieces[0].shape[1]
-        if (width + pieces[1].shape[1],) != self.shape:
-            raise CorruptEntryError("The stored prompts and responses do not make the input ids that the file claims.")
-        out[:, :width] = pieces[0]
-        out[:, width:] = pieces[1]
-
-
-@dataclass(frozen=True)
-class Same(DenseEncoding):
-    """The very same values as another column, stored once: as the key ``of`` of the same batch or, if that is empty,
-    as the same key of the rollout's output (an input that the rollout handed through)."""
-
-    of: str
-    name: ClassVar[str] = "same"
-
-    def read_into(self, out: np.ndarray, column: str, reading: Reading) -> None:
-        other = reading.done(self.of)
-        if not isinstance(other, np.ndarray) or (other.dtype, other.shape) != (out.dtype, out.shape):
-            raise CorruptEntryError(f"The file says that {column!r} is the same as a column of another type.")
-        out[...] = other
-
-
-def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
-    """An encoding as the file keeps it."""
-    return {"form": encoding.name, **asdict(encoding)}
-
-
-def _compare(lengths: np.ndarray, expected: np.ndarray, column: str) -> None:
-    if not np.array_equal(lengths, expected):
-        raise CorruptEntryError(f"Column {column!r} holds lists of other lengths than the file says.")
-
-
-def natural(value: Any) -> int:
-    """A size from data that cannot be trusted."""
-    if type(value) is not int or not 0 <= value < 2**40:
-        raise ValueError(f"{value!r} is not a size")
-    return value
+def parse_encoding(data: Any, spans: Spans | None) -> Encoding:
+    """The inverse of ``Encoding.to_json``, for untrusted data."""
+    form = Form(data["form"])
+    element = Element(**{key: str(value) for key, value in data["element"].items()})
+    check_element(element)
+    fields = {name: data[name] for name in _FIELDS.get(form, ())}
+    for name, kind in _FIELDS.get(form, {}).items():
+        if type(fields[name]) is not kind:
+            raise ValueError(f"{name} is {fields[name]!r}, not of type {kind.__name__}")
+    encoding = Encoding(form, element, tuple(natural(size) for size in data["shape"]), **fields)
+    encoding.check(spans)
+    return encoding

@@ -1,23 +1,24 @@
-"""The sizes that a Parquet file claims in its footer and in its pages, read before Arrow believes them.
+"""The sizes that a Parquet file claims in its footer and in its pages, checked before Arrow trusts them.
 
-The footer of a hostile file can say that a column is small while its pages expand to any size. Each page begins with a
-Thrift header that gives its sizes; adding those up costs microseconds a page and bounds what Arrow will allocate. Both
-are read here rather than through pyarrow's ``ColumnChunkMetaData``, which ends the process on a footer that contradicts
-its own schema. Only what Parquet uses of Thrift's compact protocol is known.
+The footer of a hostile file can claim that a column is small while its pages expand to any size. Each page begins with
+a Thrift header that contains its sizes; adding them up takes microseconds per page and bounds the memory that Arrow
+allocates. Both are read here rather than through pyarrow's ``ColumnChunkMetaData``, which aborts the process on a
+footer that contradicts its own schema. Only the subset of Thrift's compact protocol that Parquet uses is supported.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_rollout_skip.errors import CorruptEntryError
 
+T = TypeVar("T")
 _MAGIC = b"PAR1"
 _DICTIONARY_PAGE = 2
 # In a data page, a dictionary page, and a data page of version 2.
 _ENCODING_FIELDS = {5: 2, 7: 2, 8: 4}
-# Plain, and numbers into a dictionary. Others can make long texts out of a few bytes.
+# Plain and dictionary indices. Other encodings can expand a few bytes to long texts.
 _TEXT_ENCODINGS = (0, 2, 8)
 _PHYSICAL = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
 _MAX_DEPTH = 16
@@ -25,7 +26,7 @@ _MAX_DEPTH = 16
 
 @dataclass(frozen=True)
 class ColumnChunk:
-    """What the footer says of one column in one row group."""
+    """The footer's description of one column in one row group."""
 
     path: str
     physical: str
@@ -37,32 +38,30 @@ class ColumnChunk:
 
 
 def read_columns(data: memoryview) -> list[ColumnChunk]:
-    """The column chunks of a file, after their pages were found to have the sizes that the footer says."""
+    """The column chunks of a file, once the sizes of their pages are checked against the footer."""
     length = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or bytes(data[-4:]) != _MAGIC or length > len(data) - 12:
-        raise CorruptEntryError("It does not end as a Parquet file does.")
+        raise CorruptEntryError("It does not end like a Parquet file.")
     footer = _Thrift(data, len(data) - 8 - length, len(data) - 8).struct()
-    chunks = []
-    for group in _list(footer.get(4)):
-        for column in _list(_struct(group).get(1)):
-            chunk = _column_chunk(_struct(_struct(column).get(3)))
-            _check_pages(data, chunk)
-            chunks.append(chunk)
+    groups = [_field(_typed(group, dict), 1, list) for group in _field(footer, 4, list)]
+    chunks = [_column_chunk(_field(_typed(column, dict), 3, dict)) for group in groups for column in group]
+    for chunk in chunks:
+        _check_pages(data, chunk)
     return chunks
 
 
 def _column_chunk(meta: dict[int, Any]) -> ColumnChunk:
-    # An offset of 0 is none: a column without rows has no data page.
-    offsets = [_integer(meta.get(field, 0)) for field in (9, 11)]
-    physical = _integer(meta.get(1))
+    # An offset of 0 means none: a column without rows has no data page.
+    offsets = [_field(meta, number, int) if number in meta else 0 for number in (9, 11)]
+    physical = _field(meta, 1, int)
     if not 0 <= physical < len(_PHYSICAL):
         raise CorruptEntryError(f"The file has a column of type {physical}, which Parquet does not know.")
     return ColumnChunk(
-        path=".".join(bytes(part).decode("utf-8", "replace") for part in _list(meta.get(3))),
+        path=".".join(bytes(part).decode("utf-8", "replace") for part in _field(meta, 3, list)),
         physical=_PHYSICAL[physical],
-        num_values=_integer(meta.get(5)),
-        uncompressed=_integer(meta.get(6)),
-        compressed=_integer(meta.get(7)),
+        num_values=_field(meta, 5, int),
+        uncompressed=_field(meta, 6, int),
+        compressed=_field(meta, 7, int),
         start=min((offset for offset in offsets if offset), default=0),
         has_dictionary=bool(offsets[1]),
     )
@@ -76,18 +75,22 @@ def _check_pages(data: memoryview, chunk: ColumnChunk) -> None:
     while position < end:
         thrift = _Thrift(data, position, end)
         header = thrift.struct()
-        page = [(_struct(header[field]), encoding) for field, encoding in _ENCODING_FIELDS.items() if field in header]
-        sizes = [_integer(header.get(field)) for field in (2, 3)] + [_integer(kind.get(1)) for kind, _ in page]
-        if len(page) != 1 or min(sizes) < 0:
+        kinds = [number for number in _ENCODING_FIELDS if number in header]
+        page = _field(header, kinds[0], dict) if len(kinds) == 1 else {}
+        sizes = _field(header, 2, int), _field(header, 3, int), _field(page, 1, int)
+        if min(sizes) < 0:
             raise CorruptEntryError(f"A page of column {chunk.path!r} has an invalid size.")
-        encoding = page[0][0].get(page[0][1])
+        encoding = page.get(_ENCODING_FIELDS[kinds[0]])
         if chunk.physical == "BYTE_ARRAY" and encoding not in _TEXT_ENCODINGS:
             raise CorruptEntryError(f"Column {chunk.path!r} has the Parquet encoding {encoding}, which is not allowed.")
-        values += 0 if header.get(1) == _DICTIONARY_PAGE else sizes[2]
+        if header.get(1) != _DICTIONARY_PAGE:
+            values += sizes[2]
+        elif not chunk.has_dictionary:
+            raise CorruptEntryError(f"Column {chunk.path!r} has a dictionary that the file does not mention.")
         uncompressed += sizes[0] + thrift.position - position
         position = thrift.position + sizes[1]
     if position != end or values != chunk.num_values or uncompressed != chunk.uncompressed:
-        raise CorruptEntryError(f"The pages of column {chunk.path!r} have other sizes than the file says.")
+        raise CorruptEntryError(f"The pages of column {chunk.path!r} do not have the sizes that the file states.")
 
 
 class _Thrift:
@@ -106,8 +109,8 @@ class _Thrift:
             delta, kind = byte >> 4, byte & 0x0F
             if kind == 0:
                 return fields
-            number = number + delta if delta else self._zigzag()
-            # A boolean field is its type.
+            number = number + delta if delta else self._value(4, depth)
+            # The type of a boolean field is its value.
             fields[number] = kind == 1 if kind in (1, 2) else self._value(kind, depth)
 
     def _value(self, kind: int, depth: int) -> Any:
@@ -116,11 +119,10 @@ class _Thrift:
         if kind in (1, 2, 3):
             return self._byte()
         if kind in (4, 5, 6):
-            return self._zigzag()
-        if kind == 7:
-            return self._bytes(8)
-        if kind == 8:
-            return self._bytes(self._varint())
+            number = self._varint()
+            return (number >> 1) ^ -(number & 1)
+        if kind in (7, 8):
+            return self._bytes(8 if kind == 7 else self._varint())
         if kind in (9, 10):
             byte = self._byte()
             size = self._varint() if byte >> 4 == 15 else byte >> 4
@@ -129,13 +131,10 @@ class _Thrift:
             return [self._value(byte & 0x0F, depth - 1) for _ in range(size)]
         if kind == 12:
             return self.struct(depth - 1)
-        raise CorruptEntryError(f"The description of the file holds a field of type {kind}, unknown there.")
+        raise CorruptEntryError(f"The description of the file contains a field of the unknown type {kind}.")
 
     def _byte(self) -> int:
-        if self.position >= self._end:
-            raise CorruptEntryError("The description of the file, or of a page of it, is cut off.")
-        self.position += 1
-        return self._data[self.position - 1]
+        return self._bytes(1)[0]
 
     def _bytes(self, size: int) -> memoryview:
         if size > self._end - self.position:
@@ -144,34 +143,20 @@ class _Thrift:
         return self._data[self.position - size : self.position]
 
     def _varint(self) -> int:
-        value = shift = 0
-        while True:
+        value = 0
+        for shift in range(0, 70, 7):
             byte = self._byte()
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
-            shift += 7
-            if shift > 63:
-                raise CorruptEntryError("The description of the file holds a malformed number.")
-
-    def _zigzag(self) -> int:
-        value = self._varint()
-        return (value >> 1) ^ -(value & 1)
+        raise CorruptEntryError("The description of the file contains a malformed number.")
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise CorruptEntryError("The description of the file has no list where one belongs.")
-    return value
+def _field(struct: dict[int, Any], number: int, kind: type[T]) -> T:
+    return _typed(struct.get(number), kind)
 
 
-def _struct(value: Any) -> dict[int, Any]:
-    if not isinstance(value, dict):
-        raise CorruptEntryError("The description of the file has no structure where one belongs.")
-    return value
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise CorruptEntryError("The description of the file has no number where one belongs.")
+def _typed(value: Any, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise CorruptEntryError(f"The description of the file lacks a value of type {kind.__name__}.")
     return value

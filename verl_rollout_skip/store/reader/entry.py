@@ -1,97 +1,232 @@
-"""An open entry: what its parts hold, row after row."""
+"""An open entry to inspect: its columns by name, the tokens of its rows, and the cells of its keys, without torch.
+
+Only requested columns are read. A damaged file raises ``CorruptEntryError``, which names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
-from verl_rollout_skip.store.format import BLOB_SIZES, BLOBS, BLOBS_OF
-from verl_rollout_skip.store.reader.part import PartReader, Side
+from verl_rollout_skip.store.codec import cells
+from verl_rollout_skip.store.codec.encodings import Encoding, Form
+from verl_rollout_skip.store.codec.objects import PartObjects
+from verl_rollout_skip.store.codec.part import Layout, PartFile, as_numpy, check_memory, decoding
+from verl_rollout_skip.store.format import BLOB_SIZES, BLOBS, BLOBS_OF, Side
 from verl_rollout_skip.store.record import EntryRecord
 
 T = TypeVar("T")
+_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
 
 
 class EntryReader:
     """The rows of one entry. A column that is not recorded, or not in all parts, is None."""
 
-    def __init__(self, record: EntryRecord, parts: list[PartReader]) -> None:
+    def __init__(self, record: EntryRecord, parts: Sequence[PartFile]) -> None:
         self.record = record
-        self._parts = parts
+        self._parts = [_Part(part) for part in parts]
         self._tokens: dict[str, list[np.ndarray] | None] = {}
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the columns in the Parquet files, but for those with bulk data, which belong to all of them."""
-        names = frozenset().union(*(part.names for part in self._parts))
+        """The names of the columns in the Parquet files, except the bulk data, which all columns share."""
+        names = frozenset().union(*(part.file.names for part in self._parts))
         return frozenset(name for name in names if name not in (BLOBS, BLOB_SIZES) and not name.startswith(BLOBS_OF))
 
     @property
     def response_width(self) -> int | None:
-        """The width to which responses were padded; None if they were not."""
-        widths = self._joined(lambda part: part.response_width)
-        return None if widths is None else max(widths)
+        """The width that responses are padded to; None if they are not padded."""
+        spans = self._joined(lambda part: [part.output.spans])
+        return max((found.response_width for found in spans or () if found is not None), default=None)
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """One column as Arrow has it; null in parts that do not have it."""
-        columns = [part.column(name) if name in part.names else pa.nulls(part.rows) for part in self._parts]
-        tables = [pa.table({name: column}) for column in columns]
-        return pa.concat_tables(tables, promote_options="permissive").column(name)
+        """One column as an Arrow array; null in parts that do not have it."""
+        tables = self._joined(lambda part: [pa.table({name: part.column(name)})])
+        return pa.concat_tables(tables or [], promote_options="permissive").column(name)
 
     def numbers(self, name: str) -> np.ndarray | None:
-        """A column of numbers or truth values; None if one of its values is missing."""
-        found = self._joined(lambda part: part.numbers(name))
-        return None if found is None else np.concatenate(found)
+        """A column of numbers or booleans; None if one of its values is missing."""
+        column = self.column(name)
+        is_number = any(is_kind(column.type) for is_kind in _NUMBERS) and not column.null_count
+        return np.concatenate([np.empty(0, bool), *map(as_numpy, column.chunks)]) if is_number else None
 
     def texts(self, name: str) -> list[str] | None:
         """A column of text; None if one of its values is missing."""
-        found = self._joined(lambda part: part.texts(name))
-        return None if found is None else [text for texts in found for text in texts]
+        return self._joined(lambda part: part.texts(name))
 
     def tokens(self, name: str) -> list[np.ndarray] | None:
-        """What a tensor of the output holds for each token, one array per row, padding left out; None if it does not
-        have one value per token."""
+        """The values of an output tensor, one array per row without padding; None if it does not have one value per
+        token."""
         if name not in self._tokens:
-            found = self._joined(lambda part: part.tokens(name))
-            self._tokens[name] = None if found is None else [row for rows in found for row in rows]
+            self._tokens[name] = self._joined(lambda part: part.tokens(name))
         return self._tokens[name]
 
     def bulk_digests(self, column: str) -> list[bytes] | None:
-        """For each row a digest of the bulk data in the cells of a column; None if it has none."""
-        found = self._joined(lambda part: part.bulk_digests(column))
-        return None if found is None else [digest for digests in found for digest in digests]
+        """A digest of the bulk data in each row of a column; None if it has none."""
+        return self._joined(lambda part: part.bulk_digests(f"{BLOBS_OF}{column}"))
 
     def cells(self, name: str, rows: Sequence[int] | None = None, side: Side = Side.OUTPUT) -> list[Any] | None:
-        """The Python values of a key for these rows, or for all: numbers, text, objects. A tensor or an image among
-        them is a word such as ``(tensor float32 [3, 224, 224])``, an array is an array."""
+        """The Python values of a key for these rows, or for all: numbers, text, objects. A tensor or an image
+        is replaced by a placeholder such as ``(tensor float32 [3, 224, 224])``, an array is returned as it is. None if
+        the key is not recorded, or is a tensor with more than one value per row."""
         wanted = range(self.record.rows) if rows is None else rows
         found: dict[int, Any] = {}
         start = 0
         for part in self._parts:
-            own = [row for row in wanted if start <= row < start + part.rows]
-            values = part.cells(name, [row - start for row in own], side)
+            own = [row for row in wanted if start <= row < start + part.file.rows]
+            with decoding(part.file.what):
+                values = part.cells(name, [row - start for row in own], side)
             if values is None:
                 return None
             found.update(zip(own, values, strict=True))
-            start += part.rows
+            start += part.file.rows
         return [found[row] for row in wanted]
 
     def simple_keys(self) -> list[str]:
-        """The keys of the output that have one number, truth value or text per row."""
-        return self._parts[0].simple_keys()
+        """The keys of the output that have one number, boolean or text per row."""
+        with decoding(self._parts[0].file.what):
+            output = self._parts[0].output
+            found = {
+                key: encoding.form is Form.DENSE and not encoding.shape for key, (_, encoding) in output.numbers.items()
+            }
+            found |= {key: item["cells"] != "json" and not item["shape"] for key, item in output.objects.items()}
+            return [str(path[0]) for (_, path), is_simple in found.items() if is_simple and len(path) == 1]
 
     def meta(self, side: Side = Side.OUTPUT) -> dict[Any, Any]:
         """The meta_info of a batch."""
-        return self._parts[0].meta(side)
+        part = self._parts[0].file
+        with decoding(part.what):
+            return dict(cells.decode_inline(part.description[side.value]["meta"], for_people=True))
 
-    def _joined(self, read: Callable[[PartReader], T | None]) -> list[T] | None:
-        found = []
+    def _joined(self, read: Callable[[_Part], Iterable[T] | None]) -> list[T] | None:
+        found: list[T] = []
         for part in self._parts:
-            values = read(part)
+            with decoding(part.file.what):
+                values = read(part)
             if values is None:
                 return None
-            found.append(values)
+            found += values
         return found
+
+
+class _Part:
+    def __init__(self, file: PartFile) -> None:
+        self.file = file
+        self._objects = PartObjects(file)
+
+    @cached_property
+    def output(self) -> Layout:
+        return self.file.layout(Side.OUTPUT)
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        if name not in self.file.names:
+            return pa.chunked_array([pa.nulls(self.file.rows)])
+        chunks = [chunk for _, chunk in self.file.chunks(name, nullable=True)]
+        plain = [chunk.dictionary_decode() if pa.types.is_dictionary(chunk.type) else chunk for chunk in chunks]
+        return pa.chunked_array(plain, self.file.schema.field(name).type)
+
+    def texts(self, name: str) -> list[str] | None:
+        if name not in self.file.names or not pa.types.is_string(self.file.schema.field(name).type):
+            return None
+        texts, codes = self.file.texts(name)  # Arrow would import its compute functions to decode a dictionary
+        return None if (codes < 0).any() else [texts[code] for code in codes.tolist()]
+
+    def tokens(self, name: str) -> list[np.ndarray] | None:
+        column, encoding = self._find(name, self.output, tensors_first=True)
+        if not isinstance(encoding, Encoding):
+            return None
+        if encoding.form in (Form.CONCAT, Form.JAGGED_CONCAT):
+            prompts, responses = self.tokens("prompts"), self.tokens("responses")
+            pairs = None if prompts is None or responses is None else zip(prompts, responses, strict=True)
+            return None if pairs is None else [np.concatenate(pair) for pair in pairs]
+        if not encoding.is_stored or len(encoding.shape) != (0 if encoding.is_nested else 1):
+            return None
+        rows = self._lists(column)
+        return self._unpadded(name, rows) if encoding.form is Form.DENSE else rows
+
+    def cells(self, name: str, rows: Sequence[int], side: Side) -> list[Any] | None:
+        layout = self.output if side is Side.OUTPUT else self._input
+        column, found = self._find(name, layout, tensors_first=False)
+        if found is None:
+            return None
+        if isinstance(found, Encoding):
+            return self._number_cells(column, found, layout, rows)
+        if found["cells"] == "json":
+            texts, codes = self.file.texts(column)
+            blobs = self._objects.cell_blobs(found["blobs"])
+            values = [cells.decode(texts[codes[row]], blobs(row), for_people=True) for row in rows]
+        else:
+            every = self._objects.decode(found, {})
+            values = [every[row] for row in rows]
+        shape = found["shape"]
+        return [np.fromiter(value, object, len(value)).reshape(shape).tolist() for value in values] if shape else values
+
+    def bulk_digests(self, column: str) -> list[bytes] | None:
+        if column not in self.file.names:
+            return None
+        blobs, digests = self._objects.cell_blobs(column), {}
+        for cell in map(blobs, range(self.file.rows)):
+            for number in cell.numbers:
+                if number not in digests:
+                    digests[number] = self._objects.make(number, "digest", lambda data: xxhash.xxh3_128(data).digest())
+        return [b"".join(digests[number] for number in blobs(row).numbers) for row in range(self.file.rows)]
+
+    @cached_property
+    def _input(self) -> Layout:
+        given = self.file.description[Side.INPUT.value]
+        return Layout(self.file, None, {}, {}) if given is None else self.file.layout(Side.INPUT)
+
+    def _lists(self, column: str) -> list[np.ndarray]:
+        lengths, values = self.file.lists(column, self.file.schema.field(column).type.value_type)
+        return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+    def _find(self, name: str, layout: Layout, tensors_first: bool) -> tuple[str, Encoding | dict[str, Any] | None]:
+        """The column of a key, and its encoding or, for objects, its description. A tensor and an array may have the
+        same name. A key that refers to another key is resolved."""
+        for is_tensor in (tensors_first, not tensors_first):
+            key = is_tensor, (name,)
+            if key in layout.objects:
+                return layout.objects[key]["column"], layout.objects[key]
+            column, encoding = layout.numbers.get(key, ("", None))
+            if encoding is not None and encoding.form is Form.SAME:
+                column, encoding = self.output.numbers.get((is_tensor, (encoding.of or name,)), ("", None))
+            if encoding is not None:
+                return column, encoding
+        return "", None
+
+    def _unpadded(self, name: str, rows: list[np.ndarray]) -> list[np.ndarray]:
+        """Remove the padding of stored rows, if the lengths or the attention mask reveal it."""
+        spans = self.output.spans
+        if spans is not None:
+            windows = ("prompt",) if name == "prompts" else ("response", "full")
+            window = next((window for window in windows if all(len(row) == spans.width(window) for row in rows)), None)
+            if window is None:
+                return rows
+            starts, ends, _ = spans.bounds(window)
+            return [row[start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
+        column, mask = self._find("attention_mask", self.output, tensors_first=True)
+        if not isinstance(mask, Encoding) or mask.form is not Form.DENSE or len(mask.shape) != 1:
+            return rows
+        kept = [
+            mask[: len(row)] if name == "prompts" else mask[len(mask) - len(row) :]
+            for row, mask in zip(rows, self._lists(column), strict=True)
+        ]
+        return [row[keep != 0] if len(keep) == len(row) else row for row, keep in zip(rows, kept, strict=True)]
+
+    def _number_cells(self, column: str, encoding: Encoding, layout: Layout, rows: Sequence[int]) -> list[Any] | None:
+        if encoding.element.holder == "torch":
+            if encoding.form is not Form.DENSE or encoding.shape or encoding.element.components != 1:
+                return None
+            numbers = self.file.numbers(column, encoding.element.arrow)
+            return [numbers[row].item() for row in rows]
+        if encoding.is_nested or not encoding.is_stored:
+            return None
+        check_memory(encoding.row_bytes * self.file.rows, self.file.limit, f"Column {column!r}")
+        bits = np.zeros((self.file.rows, *encoding.shape), encoding.element.bits)
+        encoding.read_into(bits, self.file, column, layout.spans)
+        return [bits[row].tolist() for row in rows]

@@ -1,4 +1,4 @@
-"""The committed entries of a folder: which there are, what their records say, and how one is opened."""
+"""The committed entries of a folder: lists them, reads their records, and opens one."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from typing import Any
 from verl_rollout_skip.errors import CorruptEntryError, StoreError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.store import committed, names
+from verl_rollout_skip.store.codec.part import PartFile, decoding
 from verl_rollout_skip.store.reader.entry import EntryReader
-from verl_rollout_skip.store.reader.part import PartReader, damaged
 from verl_rollout_skip.store.record import EntryRecord, RecordedPart
 from verl_rollout_skip.store.storage import FileInfo, Storage, open_storage
 from verl_rollout_skip.store.storage.local import LocalStorage
 
 _READ_LIMIT = 16 << 30
 _MAP_LIMIT = 1 << 50
+_COLUMN_LIMIT = 4 << 30
 _KIND = r"(?:json|[0-9a-f]{32}\.parquet)"
 _STEP = re.compile(rf"(?:(?P<folder>.+)/)?(?P<step>step_\d{{6,}})(?:/(?P<batch>gen_\d{{3,}})\.{_KIND})?")
 
 Stamp = tuple[tuple[str, int, float], ...]
-"""The files of an entry with their sizes and times: another stamp means that the entry was replaced."""
+"""The files of an entry with their sizes and times: a different stamp means that the entry was replaced."""
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A committed entry whose record cannot be read, and why."""
+    """A committed entry whose record cannot be read, and the reason."""
 
     key: RolloutKey
     error: str
@@ -37,7 +38,7 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class StoreReader:
-    """The entries of one folder. Iterating gives the committed keys in order."""
+    """The entries of one folder. Iteration yields the committed keys in order."""
 
     storage: Storage
 
@@ -59,7 +60,7 @@ class StoreReader:
         return self.storage.info(names.folder_name(key), names.record_name(key)) is not None
 
     def has_steps(self) -> bool:
-        """Whether there are folders of steps, whatever they hold."""
+        """Whether there are any step folders, even empty ones."""
         return any(names.parse_folder(folder) is not None for folder in self.storage.folders())
 
     def record(self, key: RolloutKey) -> EntryRecord:
@@ -75,7 +76,7 @@ class StoreReader:
                 yield Unreadable(key, str(error))
 
     def stamps(self, wanted: Callable[[RolloutKey], bool] = lambda key: True) -> dict[RolloutKey, Stamp]:
-        """A stamp of each wanted entry, to notice that one is new or was replaced."""
+        """A stamp of each wanted entry, to detect that one is new or was replaced."""
         found = {}
         for key, files in self._entries(wanted):
             own = [name for name in files if key.gen_batch in (names.parse_record(name), names.parse_part(name))]
@@ -83,18 +84,21 @@ class StoreReader:
         return found
 
     def entry(self, key: RolloutKey, check_digest: bool = False) -> EntryReader:
-        """Open an entry. On a local disk only what is asked for is read, and each page is checked by its checksum;
-        ``check_digest`` also compares all its bytes with the digest, as is always done with an object store.
+        """Open an entry. On a local disk, only requested pages are read, and the checksum of each is verified;
+        ``check_digest`` also verifies the digest of the whole file, which always happens with an object store.
         """
         if isinstance(self.storage, LocalStorage) and not check_digest:
             found = committed.load(self.storage, key, _MAP_LIMIT, _map_part)
         else:
             found = committed.load(self.storage, key, _READ_LIMIT)
-        folder = names.folder_name(key)
-        parts = [
-            PartReader(data, key, part.rows, self.storage.where(folder, part.file))
-            for part, data in zip(found.record.parts, found.parts, strict=True)
-        ]
+        parts = []
+        for recorded, data in zip(found.record.parts, found.parts, strict=True):
+            part = PartFile(data, _COLUMN_LIMIT, _damaged(self.storage, key, recorded))
+            if part.rows != recorded.rows:
+                raise CorruptEntryError(
+                    f"{part.what} It contains {part.rows} rows, but its record says {recorded.rows}."
+                )
+            parts.append(part)
         return EntryReader(found.record, parts)
 
     def _steps(self) -> list[tuple[int, str]]:
@@ -110,8 +114,8 @@ class StoreReader:
 
 
 def split_path(path: str) -> tuple[str, int | None, int | None]:
-    """The folder of entries that a path lies in, and the step and generation batch that it names; None for those that
-    it does not name. A path that is not one of a step is the folder itself."""
+    """Split a path into a folder of entries, a step and a generation batch; None for those that the path does not
+    name. A path that does not name a step is the folder itself."""
     match = _STEP.fullmatch(path.rstrip("/"))
     step = names.parse_folder(match["step"]) if match else None
     if match is None or step is None:
@@ -124,12 +128,16 @@ def _keys(step: int, files: Iterable[str]) -> list[RolloutKey]:
     return [RolloutKey(step, number) for number in sorted(number for number in numbers if number is not None)]
 
 
+def _damaged(storage: Storage, key: RolloutKey, part: RecordedPart) -> str:
+    return f"The entry of {key} is damaged: {storage.where(names.folder_name(key), part.file)}."
+
+
 def _map_part(storage: Storage, key: RolloutKey, part: RecordedPart) -> Any:
-    """The bytes of a part on a local disk, of which only those pages are read that are asked for."""
+    """Map a part on a local disk into memory, so that only the requested pages are read."""
     folder = names.folder_name(key)
     where = storage.where(folder, part.file)
-    with damaged(key, where):
-        storage.info(folder, part.file)  # refuses links
+    with decoding(_damaged(storage, key, part)):
+        storage.info(folder, part.file)  # rejects symbolic links
         try:
             fd = os.open(where, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:

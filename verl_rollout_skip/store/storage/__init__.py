@@ -1,4 +1,4 @@
-"""Where the bytes of a run folder are: the contract, local folders, and fsspec URLs."""
+"""Stores the files of a folder: the contract, local folders, and fsspec URLs."""
 
 from verl_rollout_skip.store.storage.contract import HERE, FileInfo, Staged, Storage
 from verl_rollout_skip.store.storage.locations import is_url, join, open_storage

@@ -1,13 +1,14 @@
-"""Where the bytes of a run folder are: a protocol, and what is common to its implementations.
+"""The contract of a storage. ``commit.py`` relies on these guarantees:
 
-The contract, which ``commit.py`` rests on:
-
-- A run folder has folders, and they have files; no deeper. Names never contain a slash.
-- ``stage`` collects bytes under no visible name. ``publish`` makes them a file, whole and durable, at once: a reader
-  sees all of it or nothing. Without ``replace`` it raises ``FileExistsError`` if the name is taken, whoever took it.
-- When ``publish``, ``rename`` or ``delete`` has returned, a crash of the process or of the machine cannot undo it.
-- ``read`` returns the bytes as they were at one moment, and raises ``FileNotFoundError`` if there is no such file.
-- Nothing outside the run folder is ever read or written.
+- A storage is one folder. It contains folders, and they contain files. There are no deeper levels. Names never contain
+  a slash.
+- ``stage`` collects bytes without a visible name. ``publish`` turns them into a file atomically and durably: a reader
+  sees all of it or nothing. Without ``replace``, it raises ``FileExistsError`` if the name is taken.
+- After ``publish``, ``rename`` or ``delete`` returns, a crash of the process or the machine cannot undo it.
+- ``read`` returns a consistent version of the file, and raises ``FileNotFoundError`` if there is none.
+- ``rename`` and ``delete`` do nothing if the file was replaced since the caller saw it. On an object store these are
+  two requests, and a replacement between them is lost.
+- Nothing outside the folder is ever read or written.
 """
 
 from __future__ import annotations
@@ -15,32 +16,35 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 import pyarrow as pa
 import xxhash
 
-from verl_rollout_skip.sizes import format_size
+from verl_rollout_skip.store.sizes import format_size
 
 HERE = "."
-"""The folder that stands for the run folder itself."""
+"""The name of the storage's folder itself."""
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file in a folder: its name, its size, and when it was last changed (seconds since 1970)."""
+    """A file in a folder: its name, size, and modification time (seconds since 1970).
+
+    ``version`` changes when the file is replaced, even by the same bytes.
+    """
 
     name: str
     size: int
     changed: float
+    version: str = ""
 
 
 class Staged(ABC):
-    """Bytes on their way. Leaving the ``with`` block without having published them discards them.
+    """Bytes that are not published yet. Leaving the ``with`` block without publishing discards them.
 
-    ``stream`` is Arrow's own, and the digest is taken at the end in one call: writing never waits for the interpreter
-    lock, which a busy training thread gives up only every five milliseconds.
+    ``stream`` is an Arrow stream, and the digest is computed at the end in one call, so writing never waits for the
+    GIL, which a busy training thread releases only every five milliseconds.
     """
 
     def __init__(self, folder: str, stream: pa.NativeFile) -> None:
@@ -48,28 +52,26 @@ class Staged(ABC):
         self.stream = stream
 
     def write(self, data: Any) -> None:
-        """Write everything at once."""
+        """Append bytes."""
         self.stream.write(data)
 
     @abstractmethod
     def content(self) -> Any:
-        """Everything that was written, as a buffer. Nothing can be written afterwards."""
+        """All written bytes as a buffer. Nothing can be written afterwards."""
 
     def measure(self) -> tuple[int, str]:
-        """Size and digest of everything that was written. Nothing can be written afterwards."""
+        """Size and digest of all written bytes. Nothing can be written afterwards."""
         with memoryview(self.content()) as view:
             return view.nbytes, digest_of(view)
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget the bytes; nothing happens if they were published."""
+        """Discard the bytes. Does nothing if they were published."""
 
     def __enter__(self) -> Staged:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.discard()
 
 
@@ -79,41 +81,41 @@ def digest_of(data: Any) -> str:
 
 
 class Storage(Protocol):
-    """See the module's docstring for what each method promises."""
+    """See the module docstring for the guarantees of each method."""
 
     shows_writers: bool
-    """Whether files that are staged show in their folder, under names that begin with ``names.TEMPORARY``."""
+    """Whether staged files are visible in their folder, with names that start with ``names.TEMPORARY``."""
 
     def stage(self, folder: str) -> Staged: ...
 
     def publish(self, staged: Staged, name: str, replace: bool = False) -> None: ...
 
     def read(self, folder: str, name: str, limit: int) -> Any:
-        """The bytes of a file; ``EntryTooLargeError`` if there are more than ``limit``."""
+        """The bytes of a file. Raises ``EntryTooLargeError`` if there are more than ``limit``."""
 
     def info(self, folder: str, name: str) -> FileInfo | None: ...
 
-    def rename(self, folder: str, old: str, new: str) -> None:
-        """Replaces ``new``; raises ``FileNotFoundError`` if ``old`` is not there."""
+    def rename(self, folder: str, seen: FileInfo, new: str) -> bool:
+        """Rename a file if it has not been replaced since it was seen. Overwrites ``new``. Returns whether it did."""
 
-    def delete(self, folder: str, name: str) -> None:
-        """No error if it is not there."""
+    def delete(self, folder: str, file: str | FileInfo) -> bool:
+        """Delete a file: by name, or only if it has not been replaced since it was seen. Returns whether it did."""
 
     def folders(self) -> Iterator[str]: ...
 
     def names(self, folder: str) -> list[str]:
-        """The names of the files of a folder; empty if there is no such folder."""
+        """The names of the files in a folder; empty if there is no such folder."""
 
     def files(self, folder: str) -> list[FileInfo]:
-        """Empty if there is no such folder."""
+        """The files in a folder; empty if there is no such folder."""
 
     def where(self, folder: str = "", name: str = "") -> str:
         """A path or URL for messages."""
 
 
 def too_large(where: str, size: int, limit: int) -> str:
-    """The message for a file that is not read because of its size."""
+    """The message for a file that is too large to be read."""
     return (
-        f"{where} has {format_size(size)} and {format_size(limit)} may be read. If it is meant to be that large, raise "
-        "max_load_bytes."
+        f"{where} has {format_size(size)}, but at most {format_size(limit)} may be read. If it is supposed to be that "
+        "large, raise max_load_bytes."
     )

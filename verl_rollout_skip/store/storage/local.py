@@ -1,8 +1,8 @@
-"""A run folder on a file system, safe against crashes, other writers and links that lead out of it.
+"""A folder on a local file system, safe against crashes, concurrent writers, and symbolic links out of the folder.
 
-Files are written under a temporary name in their folder, synced, and then linked to their own name: a link fails if
-the name is taken, so the first writer wins without any lock. Every folder and file is opened relative to its parent
-and without following symbolic links.
+Files are written under a temporary name in their folder, synced, and then hard-linked to their final name. Linking
+fails if the name is taken, so the first writer wins without a lock. Every folder and file is opened relative to its
+parent, without following symbolic links.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import io
 import mmap
 import os
 import secrets
+import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import xxhash
@@ -27,20 +27,23 @@ from verl_rollout_skip.errors import EntryTooLargeError, UnsafePathError
 from verl_rollout_skip.store.names import TEMPORARY
 from verl_rollout_skip.store.storage.contract import FileInfo, Staged, too_large
 
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Opening a named pipe would wait for a writer without O_NONBLOCK.
+_ROOT_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER_FLAGS = _ROOT_FLAGS | os.O_NOFOLLOW
+# Without O_NONBLOCK, opening a named pipe would wait for a writer.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ATTEMPTS = 5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
+Result = TypeVar("Result")
+
 
 class LocalStaged(Staged):
-    """A temporary file in the folder where it will stay."""
+    """A temporary file in its final folder."""
 
     def __init__(self, folder: str, folder_fd: int) -> None:
         self.folder_fd = folder_fd
-        self.temporary = f"{TEMPORARY}{_host()}-{os.getpid()}-{secrets.token_hex(6)}"
+        self.temporary = _temporary_name()
         self._fd = os.open(self.temporary, _WRITE_FLAGS, 0o644, dir_fd=folder_fd)
         try:
             super().__init__(folder, pa.OSFile(f"/dev/fd/{self._fd}", "wb"))
@@ -62,7 +65,7 @@ class LocalStaged(Staged):
     def discard(self) -> None:
         if self.folder_fd < 0:
             return
-        with contextlib.suppress(OSError):  # the bytes are not wanted any more
+        with contextlib.suppress(OSError):  # the bytes are no longer needed
             self.stream.close()
         self._remove()
         os.close(self.folder_fd)
@@ -75,7 +78,7 @@ class LocalStaged(Staged):
 
 
 class LocalStorage:
-    """A run folder under a local path. It is made by the first write."""
+    """A folder under a local path. The first write creates it."""
 
     shows_writers = True
 
@@ -83,21 +86,16 @@ class LocalStorage:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
 
     def stage(self, folder: str) -> Staged:
-        for _ in range(_ATTEMPTS - 1):
-            # Somebody may prune, and remove the empty folder between two of our calls.
-            with contextlib.suppress(FileNotFoundError):
-                return self._stage(folder)
-        return self._stage(folder)
+        # Another process may prune and remove the empty folder between two of our calls.
+        return _retry(errno.ENOENT, lambda: self._stage(folder))
 
     def _stage(self, folder: str) -> Staged:
-        _make_durable_folder(self.root)
-        with self._root_fd() as root_fd:
-            try:
-                os.mkdir(folder, 0o755, dir_fd=root_fd)
-                os.fsync(root_fd)
-            except FileExistsError:
-                pass
-        folder_fd = self._open_folder(folder)
+        _make_durable(self.root)
+        with _opened(self.root) as root_fd, contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o755, dir_fd=root_fd)
+            os.fsync(root_fd)
+        with self._folder_fd(folder) as fd:
+            folder_fd = os.dup(fd)
         try:
             return LocalStaged(folder, folder_fd)
         except BaseException:
@@ -107,28 +105,28 @@ class LocalStorage:
     def publish(self, staged: Staged, name: str, replace: bool = False) -> None:
         assert isinstance(staged, LocalStaged)
         staged.sync()
-        folder_fd, temporary = staged.folder_fd, staged.temporary
         if replace:
-            os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+            os.rename(staged.temporary, name, src_dir_fd=staged.folder_fd, dst_dir_fd=staged.folder_fd)
         else:
-            self._link(folder_fd, temporary, name)
-        os.fsync(folder_fd)
+            _link(staged.folder_fd, staged.temporary, name)
+        os.fsync(staged.folder_fd)
         staged.discard()
 
     def read(self, folder: str, name: str, limit: int) -> bytes:
-        with self._folder_fd(folder) as folder_fd:
-            try:
-                fd = os.open(name, _READ_FLAGS, dir_fd=folder_fd)
-            except OSError as error:
-                raise self._link_error(error, folder, name) from error
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            os.close(fd)
-            raise self._unsafe(folder, name)
-        with io.FileIO(fd, "rb") as file:
-            if info.st_size > limit:
-                raise EntryTooLargeError(too_large(self.where(folder, name), info.st_size, limit))
-            return _read_exactly(file, info.st_size)
+        # NFS: another machine replaced or deleted the file or its folder while it was open here.
+        return _retry(errno.ESTALE, lambda: self._read(folder, name, limit))
+
+    def _read(self, folder: str, name: str, limit: int) -> bytes:
+        with (
+            self._folder_fd(folder) as folder_fd,
+            self._no_links(folder, name),
+            _opened(name, _READ_FLAGS, folder_fd) as fd,
+        ):
+            size = self._regular(os.fstat(fd), folder, name).st_size
+            if size > limit:
+                raise EntryTooLargeError(too_large(self.where(folder, name), size, limit))
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(size)
 
     def info(self, folder: str, name: str) -> FileInfo | None:
         try:
@@ -136,19 +134,23 @@ class LocalStorage:
                 found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
-        if not stat.S_ISREG(found.st_mode):
-            raise self._unsafe(folder, name)
-        return FileInfo(name, found.st_size, found.st_mtime)
+        return _file_info(name, self._regular(found, folder, name))
 
-    def rename(self, folder: str, old: str, new: str) -> None:
-        with self._folder_fd(folder) as folder_fd:
-            os.rename(old, new, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-            os.fsync(folder_fd)
-
-    def delete(self, folder: str, name: str) -> None:
+    def rename(self, folder: str, seen: FileInfo, new: str) -> bool:
         with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as folder_fd:
-            os.unlink(name, dir_fd=folder_fd)
+            is_same = _rename_seen(folder_fd, seen, new)
             os.fsync(folder_fd)
+            return is_same
+        return False
+
+    def delete(self, folder: str, file: str | FileInfo) -> bool:
+        with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as folder_fd:
+            name = file if isinstance(file, str) else _temporary_name()
+            if isinstance(file, str) or _rename_seen(folder_fd, file, name):
+                os.unlink(name, dir_fd=folder_fd)
+                os.fsync(folder_fd)
+                return True
+        return False
 
     def folders(self) -> Iterator[str]:
         with contextlib.suppress(FileNotFoundError), os.scandir(self.root) as entries:
@@ -165,123 +167,133 @@ class LocalStorage:
 
     def files(self, folder: str) -> list[FileInfo]:
         found = []
-        with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as folder_fd:
-            for name in os.listdir(folder_fd):
-                # It may be gone by now: another process commits or cleans up.
-                with contextlib.suppress(FileNotFoundError):
-                    info = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-                    if stat.S_ISREG(info.st_mode):
-                        found.append(FileInfo(name, info.st_size, info.st_mtime))
+        with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as fd, os.scandir(fd) as entries:
+            for entry in entries:
+                if entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):  # removed by another process in the meantime
+                        found.append(_file_info(entry.name, entry.stat(follow_symlinks=False)))
         return found
 
     def where(self, folder: str = "", name: str = "") -> str:
         return str(self.root / folder / name)
 
-    def _link(self, folder_fd: int, temporary: str, name: str) -> None:
-        try:
-            os.link(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            # A file system without hard links. Two writers of one name at the same moment can both pass this check;
-            # then the later one wins.
-            if _exists(folder_fd, name):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from None
-            os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-
-    @contextlib.contextmanager
-    def _root_fd(self) -> Iterator[int]:
-        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
-    def _open_folder(self, folder: str) -> int:
-        with self._root_fd() as root_fd:
-            try:
-                return os.open(folder, _FOLDER_FLAGS, dir_fd=root_fd)
-            except OSError as error:
-                raise self._link_error(error, folder) from error
-
     @contextlib.contextmanager
     def _folder_fd(self, folder: str) -> Iterator[int]:
-        fd = self._open_folder(folder)
-        try:
+        with contextlib.ExitStack() as stack:
+            with _opened(self.root) as root_fd, self._no_links(folder):
+                fd = stack.enter_context(_opened(folder, _FOLDER_FLAGS, root_fd))
             yield fd
-        finally:
-            os.close(fd)
 
-    def _link_error(self, error: OSError, folder: str, name: str = "") -> Exception:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-            return self._unsafe(folder, name)
-        return error
+    @contextlib.contextmanager
+    def _no_links(self, folder: str, name: str = "") -> Iterator[None]:
+        """Turn the system's errors about symbolic links and special files into ``UnsafePathError``."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+                raise self._unsafe(folder, name) from error
+            raise
+
+    def _regular(self, found: os.stat_result, folder: str, name: str) -> os.stat_result:
+        if not stat.S_ISREG(found.st_mode):
+            raise self._unsafe(folder, name)
+        return found
 
     def _unsafe(self, folder: str, name: str) -> UnsafePathError:
         return UnsafePathError(
-            f"{self.where(folder, name)} is a symbolic link, or not a regular file or folder; such things in a run "
-            "folder are not followed. Replace it by the real thing or remove it."
+            f"{self.where(folder, name)} is a symbolic link or a special file, which is not allowed in the store's "
+            "folder. Replace it with the real file or folder, or remove it."
         )
 
 
 def is_own_leftover(name: str) -> bool | None:
-    """Of a temporary file: True if its process on this machine is gone, False if it lives, None if unknown."""
-    host, _, rest = name.removeprefix(TEMPORARY).rpartition("-")[0].rpartition("-")
-    if host != _host() or not rest.isdigit():
+    """Whether the process that wrote a temporary file on this machine has ended; None if unknown."""
+    host, _, process = name.removeprefix(TEMPORARY).rpartition("-")[0].rpartition("-")
+    if host != _host() or not process.isdigit():
         return None
     try:
-        os.kill(int(rest), 0)
+        os.kill(int(process), 0)
     except ProcessLookupError:
         return True
     except (PermissionError, OverflowError):
-        return False
+        pass
     return False
 
 
-def _read_exactly(file: io.FileIO, size: int) -> bytes:
-    """So many bytes, or fewer if the file ends before; one read returns at most 2 GiB."""
-    pieces = []
-    while size > 0 and (piece := file.read(size)):
-        pieces.append(piece)
-        size -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+def free_bytes(path: Any) -> int:
+    """The free space on the file system of a path. The path need not exist."""
+    here = Path(path)
+    return shutil.disk_usage(next(folder for folder in (here, *here.parents) if folder.exists())).free
 
 
-def _make_durable_folder(path: Path) -> None:
-    """``mkdir -p`` that survives a crash of the machine: each new folder is synced into its parent."""
-    if path.is_dir():
-        return
-    if path.parent != path:
-        _make_durable_folder(path.parent)
-    path.mkdir(exist_ok=True)
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextlib.contextmanager
+def _opened(path: str | Path, flags: int = _ROOT_FLAGS, dir_fd: int | None = None) -> Iterator[int]:
+    fd = os.open(path, flags, dir_fd=dir_fd)
     try:
-        os.fsync(fd)
+        yield fd
     finally:
         os.close(fd)
 
 
-def _exists(folder_fd: int, name: str) -> bool:
+def _retry(number: int, function: Callable[[], Result]) -> Result:
+    """Call a function, and retry a few times if it fails with this error number."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return function()
+        except OSError as error:
+            if error.errno != number:
+                raise
+    return function()
+
+
+def _link(folder_fd: int, temporary: str, name: str) -> None:
     try:
-        os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
+        os.link(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # The file system has no hard links. Two simultaneous writers of one name can both pass this check; then the
+        # later one wins.
+        if os.access(name, os.F_OK, dir_fd=folder_fd, follow_symlinks=False):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from None
+        os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+
+
+def _rename_seen(folder_fd: int, seen: FileInfo, new: str) -> bool:
+    os.rename(seen.name, new, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+    if _file_info(new, os.stat(new, dir_fd=folder_fd, follow_symlinks=False)).version == seen.version:
+        return True
+    # Another process has replaced the file: put it back, unless there is an even newer one.
+    with contextlib.suppress(FileExistsError):
+        _link(folder_fd, new, seen.name)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new, dir_fd=folder_fd)
+    return False
+
+
+def _make_durable(folder: Path) -> None:
+    """Like ``mkdir -p``, but survives a crash of the machine: the parent of each new folder is synced."""
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        _make_durable(folder.parent)
+    folder.mkdir(exist_ok=True)
+    with _opened(folder.parent) as parent_fd:
+        os.fsync(parent_fd)
+
+
+def _file_info(name: str, found: os.stat_result) -> FileInfo:
+    return FileInfo(name, found.st_size, found.st_mtime, f"{found.st_ino} {found.st_mtime_ns}")
+
+
+def _temporary_name() -> str:
+    return f"{TEMPORARY}{_host()}-{os.getpid()}-{secrets.token_hex(6)}"
 
 
 @functools.lru_cache(maxsize=1)
 def _host() -> str:
-    """Where a process id means this process: the machine since it was started, and the container on it."""
+    """Identifies where a pid is valid: this machine since its last boot, and the container on it."""
     identity = socket.gethostname()
     with contextlib.suppress(OSError):
         identity += Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
-    return xxhash.xxh3_64(identity.encode()).hexdigest()
-
-
-def free_bytes(path: Any) -> int:
-    """Free space on the file system of a path that may not exist yet."""
-    here = Path(path)
-    while not here.exists() and here != here.parent:
-        here = here.parent
-    found = os.statvfs(here)
-    return found.f_bavail * found.f_frsize
+    return xxhash.xxh3_64_hexdigest(identity.encode())

@@ -1,4 +1,4 @@
-"""From a path or URL to the storage behind it."""
+"""Opens the storage for a path or URL."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ from verl_rollout_skip.store.storage.contract import Storage
 from verl_rollout_skip.store.storage.local import LocalStorage
 from verl_rollout_skip.store.storage.remote import RemoteStorage
 
-# fsspec also knows chains, such as simplecache::s3://bucket. A path with :// further behind is a path.
+# fsspec also supports chains such as dir::s3://bucket. A path with a later :// is still a path.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+_CACHES = {"simplecache", "filecache", "blockcache", "cached"}
 
 
 def is_url(path: str) -> bool:
-    """Whether it is a URL rather than a local path; file:// is one too."""
+    """Whether this is a URL rather than a local path. file:// counts as a URL."""
     return _URL.match(path) is not None
 
 
 def open_storage(path: str, options: dict[str, Any] | None = None) -> Storage:
-    """A local folder (a plain path or file://) or anything that fsspec knows."""
+    """Open a local folder (a plain path or file://) or any fsspec URL except its caches."""
+    caches = _CACHES.intersection(path.split("::")[:-1]) if is_url(path) else ()
+    if caches:
+        raise OSError(
+            f"{path} goes through fsspec's {min(caches)}, which may return records that have been replaced. "
+            f"Use {path.rpartition('::')[2]}."
+        )
     if path.startswith("file://"):
         return LocalStorage(path.removeprefix("file://"))
     return RemoteStorage(path, options or {}) if is_url(path) else LocalStorage(path)
 
 
 def join(path: str, *names: str) -> str:
-    """A path or URL below another one."""
+    """Append names to a path or URL."""
     return "/".join([path.rstrip("/"), *names])

@@ -1,12 +1,13 @@
-"""A run folder on an object store, through fsspec: s3://, gs://, memory:// and others.
+"""A folder on an object store, through fsspec: s3://, gs://, memory:// and others.
 
-Each file is one put, which is whole and durable when it returns. The first writer of a name wins where the store
-supports conditional puts (S3, Google Cloud Storage and memory do); elsewhere the name is checked just before.
-Whatever the library behind a URL raises is an ``OSError`` here: callers need not know its errors.
+Each file is one put, which is complete and durable when it returns. The first writer of a name wins if the store
+supports conditional puts (S3, Google Cloud Storage and memory do); otherwise the name is checked just before the put.
+Errors of the library behind a URL are raised as ``OSError``, so callers do not depend on it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -20,22 +21,23 @@ from verl_rollout_skip.errors import EntryTooLargeError
 from verl_rollout_skip.store.storage.contract import HERE, FileInfo, Staged, too_large
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "az"}
-_EXTRA = "Install it with pip install 'verl-rollout-skip[remote]'."
 _LIBRARIES = {
-    **dict.fromkeys(("s3", "s3a", "gs", "gcs"), _EXTRA),
+    **dict.fromkeys(("s3", "s3a", "gs", "gcs"), "Install it with pip install 'verl-rollout-skip[remote]'."),
     "hdfs": (
         "hdfs:// needs Hadoop's libhdfs and Java on this machine (JAVA_HOME, HADOOP_HOME, and CLASSPATH from 'hadoop "
         "classpath --glob'); webhdfs:// needs neither."
     ),
 }
 _CREDENTIALS = {
-    **dict.fromkeys(("s3", "s3a"), "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or a role"),
-    **dict.fromkeys(("gs", "gcs"), "GOOGLE_APPLICATION_CREDENTIALS or a service account"),
+    **dict.fromkeys(("s3", "s3a"), ": AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or a role"),
+    **dict.fromkeys(("gs", "gcs"), ": GOOGLE_APPLICATION_CREDENTIALS or a service account"),
 }
+# The names of the modification time in S3, local and SFTP, Google Cloud Storage, memory, and Azure.
+_TIMES = ("LastModified", "mtime", "updated", "created", "last_modified", "creation_time")
 
 
 class RemoteStaged(Staged):
-    """Bytes that wait in memory."""
+    """Bytes in memory until they are published."""
 
     def content(self) -> Any:
         return self.stream.getvalue()
@@ -44,65 +46,57 @@ class RemoteStaged(Staged):
         self.stream.close()
 
 
-# What S3, local and SFTP, Google Cloud Storage, memory, and Azure call the time of the last change.
-_TIMES = ("LastModified", "mtime", "updated", "created", "last_modified", "creation_time")
-
-
 class RemoteStorage:
-    """A run folder under a URL."""
+    """A folder under a URL."""
 
     shows_writers = False
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self.url = url.rstrip("/")
+        self._protocol = url.partition("://")[0].rpartition("::")[2]
         self._options = options
         self._open()
 
     def _open(self) -> None:
-        # A listing that was cached would hide what other processes have committed.
-        try:
+        # A cached listing would hide entries that other processes have committed.
+        advice = _LIBRARIES.get(self._protocol, "")
+        with self._as_os_error("cannot be opened:", advice, but=()):
             self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **self._options)
-        except (ImportError, OSError, ValueError) as error:
-            raise OSError(self._cannot_open(error)) from error
         self._root = root.rstrip("/")
         self._pid = os.getpid()
-        # There are no folders in a bucket, and asking for one could create a bucket whose name was misspelt.
+        # Buckets have no folders, and makedirs could create a bucket with a misspelled name.
         protocol = self._filesystem.protocol
         self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
     @property
     def _fs(self) -> Any:
         if self._pid != os.getpid():
-            # Connections do not survive a fork, and the instance that fsspec has cached is the parent's.
+            # Connections do not survive a fork, and fsspec caches the parent's instance.
             fsspec.AbstractFileSystem.clear_instance_cache()
             type(self._filesystem).clear_instance_cache()
             self._open()
         return self._filesystem
 
-    @property
-    def _protocol(self) -> str:
-        """That of the store itself, in a chain such as simplecache::s3://bucket too."""
-        return self.url.partition("://")[0].rpartition("::")[2]
-
-    def _cannot_open(self, error: Exception) -> str:
-        advice = _LIBRARIES.get(self._protocol, "")
-        if "not known" in str(error):
-            advice = "Give an absolute path, or a URL of a kind that fsspec knows."
-        return f"{self.url} cannot be opened: {_first_line(error)}. {advice}".rstrip()
+    @contextlib.contextmanager
+    def _as_os_error(self, problem: str, advice: str = "", but: Any = OSError) -> Iterator[None]:
+        """Turn any error of the library behind the URL into an ``OSError`` that names the URL and says what to do."""
+        try:
+            yield
+        except but:
+            raise
+        except Exception as error:
+            if "not known" in str(error):
+                advice = "Use an absolute path, or a URL that fsspec supports."
+            elif "credential" in f"{type(error).__name__} {error}".lower():
+                known = _CREDENTIALS.get(self._protocol, "")
+                advice = f"This process needs credentials{known}."
+            line = (str(error).splitlines() or [""])[0].rstrip(". ")
+            raise OSError(f"{self.url} {problem} {type(error).__name__}: {line}. {advice}".rstrip()) from error
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the file system."""
-        try:
+        with self._as_os_error("cannot be accessed:"):
             return getattr(self._fs, method)(*arguments, **options)
-        except OSError:
-            raise
-        except Exception as error:
-            advice = ""
-            if "credential" in f"{type(error).__name__} {error}".lower():
-                known = _CREDENTIALS.get(self._protocol, "")
-                advice = " This process needs credentials" + (f": {known}." if known else ".")
-            message = f"{self.url} does not answer: {type(error).__name__}: {_first_line(error)}.{advice}"
-            raise OSError(message) from error
 
     def stage(self, folder: str) -> Staged:
         return RemoteStaged(folder, pa.BufferOutputStream())
@@ -122,16 +116,28 @@ class RemoteStorage:
     def info(self, folder: str, name: str) -> FileInfo | None:
         return self._find(self._path(folder, name))
 
-    def rename(self, folder: str, old: str, new: str) -> None:
-        data = self._ask("cat_file", self._path(folder, old))
+    def rename(self, folder: str, seen: FileInfo, new: str) -> bool:
+        try:
+            data = self._ask("cat_file", self._path(folder, seen.name))
+        except FileNotFoundError:
+            return False
         self._pipe(self._path(folder, new), data, "overwrite")
-        self.delete(folder, old)
+        if self.delete(folder, seen):
+            return True
+        self.delete(folder, new)
+        return False
 
-    def delete(self, folder: str, name: str) -> None:
+    def delete(self, folder: str, file: str | FileInfo) -> bool:
+        name = file.name if isinstance(file, FileInfo) else file
+        if isinstance(file, FileInfo):
+            found = self.info(folder, name)
+            if found is None or (found.size, found.version) != (file.size, file.version):
+                return False
         try:
             self._ask("rm_file", self._path(folder, name))
+            return True
         except FileNotFoundError:
-            pass
+            return False
 
     def folders(self) -> Iterator[str]:
         for found in self._list(self._root):
@@ -150,7 +156,7 @@ class RemoteStorage:
     def _pipe(self, path: str, data: bytes, mode: str) -> None:
         if not self._has_buckets:
             self._ask("makedirs", path.rsplit("/", 1)[0], exist_ok=True)
-        # Not every server of the S3 kind heeds the condition of a put.
+        # Not every S3-compatible server honors conditional puts.
         if mode == "create" and self._find(path) is not None:
             raise FileExistsError(path)
         self._ask("pipe_file", path, data, mode=mode)
@@ -171,13 +177,12 @@ class RemoteStorage:
         return "/".join(part for part in (self._root, folder, name) if part not in ("", HERE))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
-
-
 def _file_info(found: dict[str, Any]) -> FileInfo:
     changed = next((found[name] for name in _TIMES if found.get(name)), None)
-    if changed is None:
-        changed = time.time()  # unknown: what may be young is not taken for a leftover
-    seconds = changed.timestamp() if isinstance(changed, datetime) else float(changed)
-    return FileInfo(found["name"].rsplit("/", 1)[-1], int(found["size"]), seconds)
+    seconds = changed.timestamp() if isinstance(changed, datetime) else changed
+    tag = found.get("ETag") or found.get("etag")
+    # S3 returns fractions of a second in a listing, but not for a single file.
+    version = f"{tag} {seconds and int(seconds)}" if tag else str(seconds)
+    if seconds is None:
+        seconds = time.time()  # unknown: treated as new, so that it is never pruned as a leftover
+    return FileInfo(found["name"].rsplit("/", 1)[-1], int(found["size"]), float(seconds), version)

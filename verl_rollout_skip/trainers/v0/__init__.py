@@ -1,1 +1,1 @@
-"""verl's V0 trainers: `RayPPOTrainer` and what is derived from it."""
+"""verl's V0 trainers: ``RayPPOTrainer`` and trainers derived from it."""

@@ -1,7 +1,7 @@
-"""What the V0 mixins use of verl's ``RayPPOTrainer``, and how versions of verl differ.
+"""The parts of verl's ``RayPPOTrainer`` that the V0 mixins use, and how versions of verl differ.
 
 Older versions lack some of the settings that a replay without an engine uses, and their workers reject unknown ones.
-``look_at_settings`` finds out which settings the installed verl knows.
+``known_settings`` finds out which of them the installed verl has.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _SUPPORTED = (
 
 
 class HostTrainer(Protocol):
-    """What ``RolloutSkipMixin`` expects of its host, the trainer that follows it among the bases."""
+    """What ``RolloutSkipMixin`` expects of its host, the trainer that follows it in the list of bases."""
 
     config: DictConfig
     tokenizer: Any
     train_dataloader: Any
+    global_steps: int
     total_training_steps: int
     actor_rollout_wg: Any
     checkpoint_manager: Any
@@ -44,9 +45,8 @@ class HostTrainer(Protocol):
 
 
 class DynamicSamplingHost(HostTrainer, Protocol):
-    """What ``DynamicSampling`` expects in addition. verl has it since 0.7.1."""
+    """What ``DynamicSampling`` expects in addition. Available since verl 0.7.1."""
 
-    global_steps: int
     async_rollout_manager: Any
     kl_ctrl_in_reward: Any
     use_rm: bool
@@ -66,9 +66,9 @@ class DynamicSamplingHost(HostTrainer, Protocol):
 
 NEEDS = (
     Need("init_workers", "to replace the object that generates"),
-    Need("fit", "to notice the end of the training", positional=None),
-    Need("_load_checkpoint", "to tell a resumed training from one that skips a step"),
-    Need("_get_gen_batch", "to record the answers that fit keeps beside the prompts", ("batch",)),
+    Need("fit", "to detect the end of the training", positional=None),
+    Need("_load_checkpoint", "to know the step at which a training starts"),
+    Need("_get_gen_batch", "to record the ground truths", ("batch",)),
 )
 _SAMPLING = "DynamicSampling"
 DYNAMIC_SAMPLING_NEEDS = (
@@ -80,10 +80,11 @@ DYNAMIC_SAMPLING_NEEDS = (
     Need("_compute_reward_colocate", "to filter by scores of a reward model", ("batch",), user=_SAMPLING),
 )
 _GENERATE = Need("generate_sequences", "to record or replace a rollout", ("prompts",))
+_UPDATE = Need("update_actor", "to stop a step that has no rollout step", positional=None)
 
 
 def check_trainer(trainer: type) -> None:
-    """Raise if a trainer lacks something, before anything starts; warn if verl is not a tested version."""
+    """Raise if a trainer lacks something that the mixin needs; warn if verl is not a tested version."""
     compat.check_trainer(trainer, NEEDS, _SUPPORTED)
     compat.warn_if_untested(TESTED, "the V0 trainers")
 
@@ -91,43 +92,51 @@ def check_trainer(trainer: type) -> None:
 def check_dynamic_sampling(trainer: type) -> None:
     """Raise if a trainer lacks something that ``DynamicSampling`` needs."""
     supported = (
-        "RayPPOTrainer from verl 0.7.1 on, where rollouts come with rewards; on an earlier one put RolloutSkipMixin "
-        "before the RayDAPOTrainer of its own recipe/dapo"
+        "RayPPOTrainer from verl 0.7.1 on, where rollouts come with rewards; with an earlier version, use "
+        "RolloutSkipMixin with the RayDAPOTrainer of its recipe/dapo"
     )
     compat.check_trainer(trainer, DYNAMIC_SAMPLING_NEEDS, supported, impossible="sample dynamically")
 
 
 def check_batches(trainer: Any) -> None:
-    """Raise if the batches of a trainer are not verl's ``DataProto``. Its branch neo has others."""
+    """Raise if the batches of a trainer are not verl's ``DataProto``, as on verl's ``neo`` branch."""
     kind = getattr(trainer, "data_proto_cls", DataProto)
     if not issubclass(kind, DataProto):
         raise UnsupportedTrainerError(
-            f"{type(trainer).__name__} cannot be recorded or replayed: its batches are {kind.__name__}, and only "
+            f"{type(trainer).__name__} cannot be recorded or replayed: its batches are {kind.__name__}, but only "
             "DataProto can be stored. Use trainer.data_plane=classic."
         )
 
 
 def generator_name(trainer: Any) -> str:
-    """The attribute of a trainer that generates. In verl 0.6.1 the workers may do it (``rollout.mode=sync``)."""
+    """The name of the attribute that generates. In verl 0.6.1 this can be the workers (``rollout.mode=sync``)."""
     return "async_rollout_manager" if getattr(trainer, "async_rollout_mode", True) else "actor_rollout_wg"
 
 
 def find_generator(trainer: Any) -> Any:
-    """The object whose ``generate_sequences`` a trainer calls for its rollout step, after ``init_workers``."""
+    """The object whose ``generate_sequences`` a trainer calls in its rollout step. Exists after ``init_workers``."""
     name = generator_name(trainer)
     found = getattr(trainer, name, None)
     reason = _GENERATE.explain_mismatch(getattr(found, _GENERATE.name, None))
     if reason is not None:
         raise UnsupportedTrainerError(
-            f"{type(trainer).__name__} cannot be recorded or replayed: of self.{name} after init_workers, {reason}. "
-            f"Installed is verl {compat.verl_version()}. Supported are {_SUPPORTED}."
+            f"{type(trainer).__name__} cannot be recorded or replayed: self.{name} cannot be used, because after "
+            f"init_workers {reason}. The installed version of verl is {compat.verl_version()}. Supported trainers: "
+            f"{_SUPPORTED}."
         )
+    return found
+
+
+def find_actor(trainer: Any) -> Any:
+    """The object whose ``update_actor`` a trainer calls. Exists after ``init_workers``."""
+    found = getattr(trainer, "actor_rollout_wg", None)
+    compat.check_functions(found, "self.actor_rollout_wg", [_UPDATE], f"Supported trainers: {_SUPPORTED}.")
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Which of the settings for a replay without an engine the installed verl knows."""
+    """Which of the settings for a replay without an engine the installed verl has."""
 
     weight_sync: bool
     """``rollout.checkpoint_manager_class`` with our constructor; since verl 0.9.0."""
@@ -137,28 +146,28 @@ class Settings:
     """More than one module in ``model.external_lib``; since verl 0.9.0."""
 
 
-def look_at_settings() -> Settings:
+def known_settings() -> Settings:
     from verl.workers import config
 
     return Settings(
-        weight_sync="checkpoint_manager_class" in _types(config, "RolloutConfig") and _constructs_weight_sync_like_us(),
-        agent_loop_manager="agent_loop_manager_class" in _types(config, "AgentLoopConfig"),
-        several_libraries=_takes_lists(_types(config, "HFModelConfig").get("external_lib")),
+        weight_sync="checkpoint_manager_class" in _field_types(config, "RolloutConfig") and _takes_our_weight_sync(),
+        agent_loop_manager="agent_loop_manager_class" in _field_types(config, "AgentLoopConfig"),
+        several_libraries=_takes_lists(_field_types(config, "HFModelConfig").get("external_lib")),
     )
 
 
 def without_engine(config: DictConfig, loads_rewards: bool) -> DictConfig:
-    """A copy of a training's configuration with which the installed verl starts no inference engine."""
-    known = look_at_settings()
+    """A copy of a training's configuration that keeps the installed verl from starting an inference engine."""
+    known = known_settings()
     changed = compat.import_engine().without_engine(config, loads_rewards)
     rollout, model = changed.actor_rollout_ref.rollout, changed.actor_rollout_ref.model
     with open_dict(changed):
         if not known.weight_sync:
             rollout.pop("checkpoint_manager_class")
         if not known.several_libraries:
-            model.external_lib = _only(model.external_lib)
+            model.external_lib = _single_library(model.external_lib)
         if not known.agent_loop_manager:
-            # verl's own manager cannot be replaced, but it can have no workers.
+            # verl's own manager cannot be replaced, but it can have zero workers.
             rollout.mode = "async"
             rollout.agent.num_workers = 0
             rollout.agent.pop("agent_loop_manager_class")
@@ -166,13 +175,13 @@ def without_engine(config: DictConfig, loads_rewards: bool) -> DictConfig:
 
 
 def stop_weight_syncs(trainer: Any) -> None:
-    """Send no weights, where no setting says so. To be called after ``init_workers``."""
-    # verl 0.6.1 has no such manager: its engine fetches the weights, and there is no engine.
-    if getattr(trainer, "checkpoint_manager", None) is not None and not look_at_settings().weight_sync:
+    """Stop weight syncs if the installed verl has no setting for that. Call this after ``init_workers``."""
+    # verl 0.6.1 has no such manager: the engine itself fetches the weights.
+    if getattr(trainer, "checkpoint_manager", None) is not None and not known_settings().weight_sync:
         trainer.checkpoint_manager = compat.import_engine().NoWeightSync(config=None, actor_wg=None, replicas=[])
 
 
-def _constructs_weight_sync_like_us() -> bool:
+def _takes_our_weight_sync() -> bool:
     from verl.checkpoint_engine import CheckpointEngineManager
 
     kinds = (CheckpointEngineManager, compat.import_engine().NoWeightSync)
@@ -180,7 +189,7 @@ def _constructs_weight_sync_like_us() -> bool:
     return list(wanted) == list(own)
 
 
-def _types(module: Any, name: str) -> dict[str, Any]:
+def _field_types(module: Any, name: str) -> dict[str, Any]:
     """The fields of a configuration class of verl, with their types."""
     kind = getattr(module, name, None)
     if not dataclasses.is_dataclass(kind):
@@ -195,12 +204,12 @@ def _takes_lists(hint: Any) -> bool:
     return any(word in str(hint) for word in ("Any", "list", "List", "Sequence"))
 
 
-def _only(libraries: Any) -> str:
+def _single_library(libraries: Any) -> str:
     """The module to import, for a verl that imports only one."""
     names = list(libraries) if isinstance(libraries, ListConfig) else [libraries]
     if len(names) > 1:
         raise ConfigError(
-            f"actor_rollout_ref.model.external_lib is {names[0]!r}, and this version of verl imports only one module: "
-            "that place is needed to replay without an inference engine. Use rollout_skip.engine=on."
+            f"actor_rollout_ref.model.external_lib is {names[0]!r}, but this version of verl imports only one module, "
+            "and a replay without an inference engine needs its own. Use rollout_skip.engine=on."
         )
     return str(names[0])

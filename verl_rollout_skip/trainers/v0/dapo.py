@@ -1,8 +1,8 @@
-"""DAPO's dynamic sampling around the loop of verl's ``RayPPOTrainer``, which stays as it is.
+"""DAPO's dynamic sampling around the unmodified loop of verl's ``RayPPOTrainer``.
 
-The train dataloader is replaced by one that generates, drops the prompts whose responses are all rewarded alike,
-collects until a training batch is full, and only then gives ``fit`` the prompts that were kept. When ``fit`` asks for
-their responses it gets those that were generated already.
+The train dataloader is replaced by one that generates, drops the prompts whose responses all get the same reward, and
+repeats until a training batch is full. Only then does it yield the kept prompts to ``fit``. When ``fit`` requests their
+responses, it gets the ones that were already generated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import kl_penalty
 
 from verl_rollout_skip.errors import ConfigError, RolloutSkipError
-from verl_rollout_skip.prompts import UID
+from verl_rollout_skip.replay.prompts import UID
 from verl_rollout_skip.trainers.v0.compat import check_dynamic_sampling
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ else:
 
 logger = logging.getLogger(__name__)
 
-# What the generation adds to the rows for its own use, or echoes of its input; fit makes its own.
-_OF_THE_GENERATION = (UID, "priority", "__do_sample__")
+# Columns that generation adds for its own use or copies from its input. fit creates its own.
+_GENERATION_COLUMNS = (UID, "priority", "__do_sample__")
 
 
 @dataclass
 class PendingStep:
-    """What was generated for one training step so far: the prompts that were kept, and their rows."""
+    """The rollouts generated so far for one training step: the kept prompts and their rows."""
 
     prompts: list[dict[str, Any]] = field(default_factory=list)
     rows: list[DataProto] = field(default_factory=list)
@@ -51,7 +51,7 @@ class PendingStep:
 
 
 class DynamicSampling(DynamicSamplingHost):
-    """To be named before a trainer: adds ``algorithm.filter_groups`` to it."""
+    """Adds ``algorithm.filter_groups`` to a trainer. Must precede the trainer in the list of bases."""
 
     train_dataloader: Any
     async_rollout_manager: Any
@@ -65,7 +65,7 @@ class DynamicSampling(DynamicSamplingHost):
         groups = self.config.algorithm.get("filter_groups")
         if groups is None:
             raise ConfigError(
-                f"algorithm.filter_groups is not set, and {type(self).__name__} filters by it. Set "
+                f"algorithm.filter_groups is not set, but {type(self).__name__} needs it. Set "
                 "algorithm.filter_groups.{enable,metric,max_num_gen_batches}, as recipes/dapo does."
             )
         if groups.enable:
@@ -84,14 +84,14 @@ class DynamicSampling(DynamicSamplingHost):
         return self._with_gen_batches(super()._update_critic(batch))
 
     def _with_gen_batches(self, output: DataProto) -> DataProto:
-        """The only ways from here into the metrics of a step are the outputs of its updates."""
+        """Add the number of generation batches to the output of an update, the only way into the metrics of a step."""
         if isinstance(self.async_rollout_manager, PregeneratedRollouts):
             output.meta_info["metrics"]["train/num_gen_batches"] = [self.async_rollout_manager.gen_batches]
         return output
 
 
 class PregeneratedRollouts:
-    """Stands before the generating manager and gives ``fit`` the rows that were generated for its prompts."""
+    """Wraps the rollout manager. When ``fit`` generates, it gets the rows that were already generated."""
 
     def __init__(self, trainer: DynamicSamplingHost, manager: Any) -> None:
         self.manager = manager
@@ -104,7 +104,7 @@ class PregeneratedRollouts:
         return getattr(self.manager, name)
 
     def keep(self, prompts: dict[str, Any], rows: DataProto, gen_batches: int) -> None:
-        """For the next request, which is to be for these prompts."""
+        """Keep the rows for the next request, which must be for these prompts."""
         self._waiting = (prompts, rows)
         self.gen_batches = gen_batches
 
@@ -116,35 +116,35 @@ class PregeneratedRollouts:
         self._check_same(kept, prompts)
         if len(prompts) == len(rows):
             return rows
-        # REMAX asks for a greedy response to each prompt as well.
+        # REMAX also requests a greedy response to each prompt.
         timing = rows.meta_info.pop("timing")
         baseline = with_rewards(self._trainer, self.manager.generate_sequences(prompts.slice(len(rows), None)))
-        baseline.pop(non_tensor_batch_keys=[key for key in _OF_THE_GENERATION if key in baseline.non_tensor_batch])
+        baseline.pop(non_tensor_batch_keys=[key for key in _GENERATION_COLUMNS if key in baseline.non_tensor_batch])
         baseline.meta_info = dict(rows.meta_info)
         rows = DataProto.concat([rows, baseline])
         rows.meta_info["timing"] = timing
         return rows
 
     def _check_same(self, kept: dict[str, Any], prompts: DataProto) -> None:
-        """The prompts went through ``fit`` as objects, so that they can be told apart even if they are equal."""
+        """Raise if ``fit`` requests different prompts. They are compared by identity, because prompts may be equal."""
         for key, values in kept.items():
             asked = prompts.non_tensor_batch.get(key)
             if key == UID or asked is None or values.dtype != object:
-                continue  # fit makes uids of its own
+                continue  # fit creates its own uids
             rows = asked[: len(values) * self._samples : self._samples]
             if len(rows) != len(values) or any(one is not other for one, other in zip(rows, values, strict=True)):
                 raise RolloutSkipError(
-                    f"The trainer asks for responses to other prompts than those that were kept for it (column "
-                    f"{key!r}): it changes its batch between the dataloader and the rollout step, which dynamic "
-                    "sampling cannot follow."
+                    f"The trainer requests responses to prompts that the dataloader did not return (column {key!r}): "
+                    "it changes its batch between the dataloader and the rollout step, which dynamic sampling does not "
+                    "support."
                 )
 
 
 class DynamicSamplingLoader:
-    """Gives ``fit`` one batch for each training step, of prompts whose responses are there already.
+    """Yields one batch per training step, of prompts whose responses are already generated.
 
-    ``fit`` numbers the passes over its dataloader as epochs. A pass here is a pass over the data, and a step that is
-    not full at the end of one goes on in the next.
+    ``fit`` counts the passes over its dataloader as epochs. A pass here is a pass over the data; a step that is not
+    full at the end of a pass continues in the next one.
     """
 
     def __init__(self, trainer: DynamicSamplingHost, loader: Any) -> None:
@@ -157,13 +157,14 @@ class DynamicSamplingLoader:
         self._metric = GroupMetric(trainer)
 
     def __len__(self) -> int:
-        # fit divides its steps by this to find the epoch in which a resumed training is, and whether it is at the end
-        # of one. Steps have no fixed share of an epoch here: this makes fit begin with 0 and load our own state.
+        # fit divides the step by this number to find the epoch in which a resumed training starts and the end of an
+        # epoch. Here a step is not a fixed share of an epoch. With this number, fit starts at epoch 0 and loads our
+        # state.
         return sys.maxsize
 
     @property
     def sampler(self) -> Any:
-        """verl 0.7.1 looks whether it is a curriculum."""
+        """verl 0.7.1 checks whether the sampler is a curriculum."""
         return self._loader.sampler
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,15 +173,15 @@ class DynamicSamplingLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "loader" not in state:
             raise ConfigError(
-                "The checkpoint was written without algorithm.filter_groups.enable=True: its dataloader counts "
-                "training batches. Resume with the setting that it was written with."
+                "The checkpoint was written without algorithm.filter_groups.enable=True, so its dataloader counts "
+                "training batches. Resume with the setting that it was saved with."
             )
         self._loader.load_state_dict(state["loader"])
         self._epoch = state["epoch"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         number, self._pass = self._pass, self._pass + 1
-        if number >= self._epoch:  # otherwise a resumed training was further already
+        if number >= self._epoch:  # otherwise the checkpoint is past this epoch
             for raw in self._loader:
                 self._generate(raw)
                 if self._pending.kept >= self._config.data.train_batch_size:
@@ -188,11 +189,11 @@ class DynamicSamplingLoader:
                 else:
                     self._check_limit()
             self._epoch += 1
-        # fit stops to ask for batches after its last step, so it has not come to that.
+        # fit requests no batch after its last step, so at this point the training is not complete.
         if self._pass >= self._config.trainer.total_epochs:
             logger.warning(
                 "the data of %d epochs is used up: the training ends after step %d of %d, without the validation and "
-                "checkpoint of a last step. %d prompts that were kept are too few for a step of %d and are left out",
+                "checkpoint of a last step. %d kept prompts are too few for a step of %d and are not trained on",
                 *(self._epoch, self._trainer.global_steps - 1, self._trainer.total_training_steps),
                 *(self._pending.kept, self._config.data.train_batch_size),
             )
@@ -210,8 +211,8 @@ class DynamicSamplingLoader:
         rows = with_rewards(trainer, rows)
         self._pending.timings.append(rows.meta_info.pop("timing", {}))
         kept = self._metric.with_variance(rows, samples)
-        rows.pop(non_tensor_batch_keys=[key for key in _OF_THE_GENERATION if key in rows.non_tensor_batch])
-        # A recorded batch may have taken the place of what the dataloader gave.
+        rows.pop(non_tensor_batch_keys=[key for key in _GENERATION_COLUMNS if key in rows.non_tensor_batch])
+        # A recorded batch may have replaced the one from the dataloader.
         self._pending.prompts.append({key: _column(key, batch, prompts, samples)[kept] for key in raw})
         self._pending.rows.append(
             rows.select_idxs(np.repeat(kept, samples) * samples + np.tile(range(samples), len(kept)))
@@ -248,7 +249,7 @@ class DynamicSamplingLoader:
 
 
 class GroupMetric:
-    """``algorithm.filter_groups.metric``: what the responses to a prompt must differ in for it to be kept."""
+    """``algorithm.filter_groups.metric``: a prompt is kept if its responses differ in it."""
 
     def __init__(self, trainer: DynamicSamplingHost) -> None:
         self._trainer = trainer
@@ -256,9 +257,9 @@ class GroupMetric:
         self._name = self._config.filter_groups.get("metric")
 
     def with_variance(self, rows: DataProto, samples: int) -> np.ndarray:
-        """The numbers of the prompts that are kept."""
+        """The indexes of the prompts to keep."""
         values = self._values(rows).reshape(-1, samples)
-        # Not the standard deviation: of equal values it may be a little more than zero.
+        # Not the standard deviation, which can be slightly above zero for equal values.
         return np.flatnonzero((values.max(axis=1) > values.min(axis=1)) | (samples == 1))
 
     def _values(self, rows: DataProto) -> np.ndarray:
@@ -271,12 +272,12 @@ class GroupMetric:
         if self._name in numbers:
             return np.asarray(extras[self._name], dtype=float)
         raise ConfigError(
-            f"algorithm.filter_groups.metric is {self._name!r}. Valid are seq_reward, seq_final_reward, and numbers "
-            f"that the reward function returns: {', '.join(numbers) or 'none'}."
+            f"algorithm.filter_groups.metric is {self._name!r}. Valid values are seq_reward, seq_final_reward, and "
+            f"numbers that the reward function returns: {', '.join(numbers) or 'none'}."
         )
 
     def _final_rewards(self, rows: DataProto) -> np.ndarray:
-        """The rewards with the KL penalty, if there is one in the reward; the controller is left to ``fit``."""
+        """The rewards including the KL penalty, if there is one. ``fit`` updates the KL controller."""
         scores = rows.batch["rm_scores"]
         if self._config.use_kl_in_reward:
             trainer = self._trainer
@@ -289,7 +290,7 @@ class GroupMetric:
 
 
 def with_rewards(trainer: DynamicSamplingHost, rows: DataProto) -> DataProto:
-    """A reward model that shares its devices with the engine is asked after the generation, as fit does it."""
+    """Let a reward model that shares the engine's devices score the rows after generation, as ``fit`` does."""
     if not trainer.use_rm or "rm_scores" in rows.batch:
         return rows
     trainer.checkpoint_manager.sleep_replicas()
@@ -299,13 +300,13 @@ def with_rewards(trainer: DynamicSamplingHost, rows: DataProto) -> DataProto:
 
 
 def _column(key: str, batch: DataProto, prompts: DataProto, samples: int) -> Any:
-    """A column of the dataloader's batch, of which some were kept and some were sent to be generated."""
+    """A column of the dataloader's batch, from the part that ``fit`` keeps or from the part that is sent."""
     for part, step in ((batch, 1), (prompts, samples)):
         if key in part.non_tensor_batch:
             return part.non_tensor_batch[key][::step]
-        if part.batch is not None and key in part.batch.keys():  # noqa: SIM118 - a TensorDict is no dict
+        if part.batch is not None and key in part.batch.keys():  # noqa: SIM118 - a TensorDict is not a dict
             return part.batch[key][::step]
-    raise RolloutSkipError(f"_get_gen_batch of this trainer drops {key!r}, which dynamic sampling needs for fit.")
+    raise RolloutSkipError(f"_get_gen_batch of this trainer drops {key!r}, which dynamic sampling must return to fit.")
 
 
 def _are_numbers(values: np.ndarray) -> bool:
@@ -317,7 +318,7 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _summed(pending: PendingStep) -> dict[str, float]:
-    """The timings of a step: those of its generation batches, and what fit could not measure itself."""
+    """The timings of a step: those of its generation batches, plus the time before ``fit`` starts its timers."""
     summed = {key: value for timing in pending.timings for key, value in timing.items()}
     for key in summed:
         values = [timing[key] for timing in pending.timings if key in timing]

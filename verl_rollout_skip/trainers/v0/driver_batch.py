@@ -1,8 +1,7 @@
-"""The batch that a trainer keeps while its prompts are sent to the rollout step.
+"""``DriverBatch``: the batch that ``fit`` keeps while its prompts are sent to the rollout step.
 
-verl's ``fit`` splits a batch of one row for each prompt: what the training needs later (answers, data source …) stays,
-the rest is repeated ``n`` times and sent to be generated. Both belong to what is recorded, and both are replaced
-together.
+verl's ``fit`` splits a batch of one row per prompt: columns that the training needs later (answers, data source, etc.)
+stay; the others are repeated ``n`` times and sent. Both parts are recorded, and replaced together.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from tensordict import TensorDict
 from verl import DataProto
 
 from verl_rollout_skip.errors import MismatchError
-from verl_rollout_skip.prompts import UID
+from verl_rollout_skip.replay.prompts import UID
 
-# verl puts it there so that a batch is never without tensors.
+# verl adds this column so that a batch always has a tensor.
 _PLACEHOLDERS = {"dummy_tensor"}
 
 
 class DriverBatch:
-    """The two parts of the current step's batch, with one row a prompt, and how often each is sampled."""
+    """The two parts of the current step's batch, one row per prompt, and the number of samples per prompt."""
 
     def __init__(self, kept: DataProto, sent: DataProto, samples: int) -> None:
         self._kept = kept
@@ -29,7 +28,7 @@ class DriverBatch:
         self._samples = samples
 
     def complete(self, prompts: DataProto) -> DataProto:
-        """The input of a rollout step together with what ``fit`` keeps of it, row by row."""
+        """The input of a rollout step together with the columns that ``fit`` keeps, row by row."""
         rows = self._rows(len(prompts))
         given = _columns(prompts)
         missing = {key: value for key, value in _columns(self._kept).items() if key not in given}
@@ -42,42 +41,36 @@ class DriverBatch:
         whole.meta_info = dict(prompts.meta_info)
         return whole
 
-    @staticmethod
-    def put_back(batch: DriverBatch | None, recorded: DataProto, prompts: DataProto) -> None:
-        """Put the recorded prompts, answers … in the place of those that ``fit`` keeps and sent; the uids stay."""
-        if batch is None:
-            raise MismatchError(
-                "The recorded batch cannot replace the current one, because this trainer does not make its input by "
-                "_get_gen_batch. Use rollout_skip.prompts=check."
-            )
+    def replace_with(self, recorded: DataProto, prompts: DataProto) -> None:
+        """Replace the columns that ``fit`` keeps, and those that it has sent, with the recorded ones. The uids stay."""
         columns = _columns(recorded)
-        missing = {*_columns(batch._kept), *_columns(batch._sent), *_columns(prompts)} - {UID, *columns}
+        missing = {*_columns(self._kept), *_columns(self._sent), *_columns(prompts)} - {UID, *columns}
         if missing:
             raise MismatchError(
                 f"The recorded batch cannot replace the current one: {', '.join(sorted(missing))} of the current one "
-                "is not recorded. Use rollout_skip.prompts=check, or record anew (mode refresh)."
+                "is not recorded. Use rollout_skip.prompts=check, or record again (mode refresh)."
             )
-        first = np.unique(batch._rows(len(recorded)), return_index=True)[1]
-        _replace(batch._kept, columns, first)
-        # REMAX makes its second request of the same prompts from there.
-        _replace(batch._sent, columns, first)
+        first = np.unique(self._rows(len(recorded)), return_index=True)[1]
+        _replace(self._kept, columns, first)
+        # REMAX makes its second request from these prompts.
+        _replace(self._sent, columns, first)
         _replace(prompts, columns, np.arange(len(recorded)))
 
     def _rows(self, sent: int) -> np.ndarray:
-        """For each row that was sent the row of this batch: prompts n times, one after the other, and REMAX's once."""
+        """For each row that was sent, the row of this batch: each prompt n times, and with REMAX all of them again."""
         own = np.arange(len(self._kept))
         repeated = np.repeat(own, self._samples)
         for rows in (repeated, np.concatenate([repeated, own]), own):
             if len(rows) == sent:
                 return rows
         raise MismatchError(
-            f"{sent} rows are to be generated for {len(self._kept)} prompts with {self._samples} samples each: this "
-            "trainer makes its rollouts in a way that is not known here."
+            f"The trainer sends {sent} rows for {len(self._kept)} prompts with {self._samples} samples each, which is "
+            "not supported: each prompt must be sent n times, and with REMAX once more."
         )
 
 
 def _columns(batch: DataProto) -> dict[str, Any]:
-    """The columns that a batch has, tensors and others."""
+    """The columns of a batch, tensors and others."""
     tensors = {} if batch.batch is None else dict(batch.batch.items())
     return {**{key: value for key, value in tensors.items() if key not in _PLACEHOLDERS}, **batch.non_tensor_batch}
 

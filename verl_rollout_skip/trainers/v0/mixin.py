@@ -1,7 +1,7 @@
-"""``RolloutSkipMixin``: puts ``RolloutSkip`` into the rollout step of a verl trainer (V0) and overrides nothing else.
+"""``RolloutSkipMixin`` for verl's V0 trainers: loads what ``generate_sequences`` would return, or generates it.
 
-``class MyTrainer(RolloutSkipMixin, RayPPOTrainer): pass`` is all that a user writes. The loop stays verl's own: what
-``fit`` asks for by ``generate_sequences`` is loaded or generated, and everything else happens as always.
+A user writes ``class MyTrainer(RolloutSkipMixin, RayPPOTrainer): pass``. The loop stays verl's own; only the method
+that generates is replaced.
 """
 
 from __future__ import annotations
@@ -13,46 +13,37 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 
-from verl_rollout_skip.config import SkipConfig, take_out_skip_keys
-from verl_rollout_skip.errors import InertError
-from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.modes import Mode, Reward
-from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint, first_step
-from verl_rollout_skip.trainers.base import SkipMixin
-from verl_rollout_skip.trainers.fit import warn_outside_fit
+from verl_rollout_skip.config.modes import Mode, Reward
+from verl_rollout_skip.config.skip_config import BLOCK, SkipConfig, remove_skip_keys
+from verl_rollout_skip.errors import ConfigError, MismatchError
+from verl_rollout_skip.replay.steps import TrainingSteps, check_steps, find_checkpoint, first_step
+from verl_rollout_skip.trainers.base import KeyCounter, SkipMixin
 from verl_rollout_skip.trainers.v0 import compat
 from verl_rollout_skip.trainers.v0.driver_batch import DriverBatch
 from verl_rollout_skip.trainers.v0.reward import recompute_rewards
 from verl_rollout_skip.trainers.weights import DeferredWeightSync
 
-
-def _as_v0(config: DictConfig) -> DictConfig:
-    """The configuration of a V0 trainer: an entry point that makes one need not look at verl's setting, which says V1
-    by default, and what is recorded must not say so."""
-    if OmegaConf.select(config, "trainer.use_v1"):
-        config = copy.deepcopy(config)
-        config.trainer.use_v1 = False
-    return config
-
-
 if TYPE_CHECKING:
     from verl_rollout_skip.trainers.v0.compat import HostTrainer
 else:
-    HostTrainer = object  # at run time the host is whatever trainer the user derives from
+    HostTrainer = object  # at run time, the host is the trainer class that follows the mixin
 
 
 class RolloutSkipMixin(SkipMixin, HostTrainer):
-    """To be named before the trainer: ``class MyTrainer(RolloutSkipMixin, RayPPOTrainer)``."""
+    """The mixin must precede the trainer: ``class MyTrainer(RolloutSkipMixin, RayPPOTrainer)``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config: DictConfig = kwargs["config"] if "config" in kwargs else args[0]
-        if SkipConfig.from_config(config).mode is not Mode.OFF:
+        settings = SkipConfig.from_config(config)
+        if settings.mode is not Mode.OFF:
+            if settings.tasks:
+                raise ConfigError(
+                    f"{BLOCK}.tasks is true, but only V1 trainers keep rollouts in TransferQueue, where tasks can read "
+                    f"them. Set {BLOCK}.tasks=false."
+                )
             config = _as_v0(config)
         self._open_rollout_skip(config, compat.check_trainer)
         self._driver_batch: DriverBatch | None = None
-        self._gen_batches = 0
-        self._loading = False
-        self._has_begun = False
         if self.rollout_skip.settings.mode.reads:
             self.rollout_skip.prefetch_first(first_step(config.trainer))
         config = self._configure(config)
@@ -65,21 +56,21 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
             compat.check_batches(self)
             self._check_recorded_steps()
 
-    # The rollout step
-
     def init_workers(self) -> None:
         super().init_workers()
-        settings = self.rollout_skip.settings
         if not self._is_on:
             return
-        manager = compat.find_generator(self)
-        self._generate = manager.generate_sequences
-        manager.generate_sequences = self._rollout_step
+        generator = compat.find_generator(self)
+        self._generate = generator.generate_sequences
+        generator.generate_sequences = self._rollout_step
         self._watch_updates()
+        settings = self.rollout_skip.settings
         if not settings.starts_engine:
             compat.stop_weight_syncs(self)
         elif settings.mode.reads and getattr(self, "checkpoint_manager", None) is not None:
             self._weight_sync = DeferredWeightSync(self.checkpoint_manager)
+
+    # The rollout step
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         gen_batch: DataProto = super()._get_gen_batch(batch)
@@ -88,17 +79,16 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         return gen_batch
 
     def _rollout_step(self, prompts: DataProto) -> DataProto:
+        """Called by verl's loop in place of ``generate_sequences``."""
         if prompts.meta_info.get("validate", False):
-            self._driver_batch = None  # it was the one of this validation
+            self._driver_batch = None  # it belongs to this validation
             return self._generate_now(prompts)
-        warn_outside_fit(self)
         started = time.perf_counter()
-        key = RolloutKey(self.global_steps, self._gen_batches)
-        self._gen_batches += 1
+        key = self._next_key(self.global_steps)
         inputs = prompts if self._driver_batch is None else self._driver_batch.complete(prompts)
         rollout = self.rollout_skip.step(key, inputs, lambda _: self._generate_now(prompts))
         if rollout.inputs is not inputs:
-            DriverBatch.put_back(self._driver_batch, rollout.inputs, prompts)
+            self._replace_batch(rollout.inputs, prompts)
         if rollout.hit and self.rollout_skip.settings.reward is Reward.RECOMPUTE:
             recompute_rewards(rollout.batch, rollout.inputs, self)
         if rollout.hit:
@@ -107,78 +97,80 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
             self._samples.log(key.step, rollout.batch, self.tokenizer)
         return rollout.batch
 
+    def _replace_batch(self, recorded: DataProto, prompts: DataProto) -> None:
+        if self._driver_batch is None:
+            raise MismatchError(
+                "The recorded batch cannot replace the current one, because this trainer does not make its input with "
+                "_get_gen_batch. Use rollout_skip.prompts=check."
+            )
+        self._driver_batch.replace_with(recorded, prompts)
+
     def _generate_now(self, prompts: DataProto) -> DataProto:
         if self._weight_sync is not None:
             self._weight_sync.catch_up()
         return self._generate(prompts)
 
-    # The course of a training
-
-    @property
-    def global_steps(self) -> int:
-        """verl's step counter. Keys count within a step, and a step without a rollout step is noticed here."""
-        try:
-            return self.__dict__["_global_steps"]
-        except KeyError:
-            raise AttributeError("global_steps is set by fit") from None
-
-    @global_steps.setter
-    def global_steps(self, step: int) -> None:
-        moved_on = step == self.__dict__.get("_global_steps", step) + 1 and not self._loading
-        self._check_not_inert(moved_on and self._has_begun and not self._gen_batches)
-        self._has_begun = moved_on
-        self._gen_batches = 0
-        self.__dict__["_global_steps"] = step
-
-    def _load_checkpoint(self) -> Any:
-        self._loading = True
-        try:
-            return super()._load_checkpoint()
-        finally:
-            self._loading = False
-
-    # Before and after
+    # Settings and steps, before any worker starts
 
     def _configure(self, config: DictConfig) -> DictConfig:
-        """What the trainer and its workers get to see."""
+        """The configuration that verl's trainer and its workers see."""
         config = copy.deepcopy(config)
-        take_out_skip_keys(config)
+        remove_skip_keys(config)
         settings = self.rollout_skip.settings
         if not settings.starts_engine:
             config = compat.without_engine(config, settings.loads_rewards)
         return config
 
     def _check_recorded_steps(self) -> None:
-        """A training that cannot come to its end is not begun."""
+        """Raise if the training cannot reach its last step."""
         mode = self.rollout_skip.settings.mode
         trainer = self.config.trainer
         steps_in_data = len(self.train_dataloader) * trainer.total_epochs
         last = min(self.total_training_steps, steps_in_data)
         filters = OmegaConf.select(self.config, "algorithm.filter_groups.enable")
         if filters and mode is Mode.REPLAY:
-            # How many steps the data is enough for is not known before. The recorded training may have come to its end.
+            # A filter may use up the data before the last step, as it may have done in the recorded training.
             last = min(last, max((key.step for key in self.rollout_skip.recorded_keys()), default=0))
         checkpoint = find_checkpoint(trainer)
         has_data = checkpoint is not None and checkpoint.step < steps_in_data
-        check_steps(self.rollout_skip, TrainingSteps(last, checkpoint, does_one_more=has_data))
+        check_steps(self.rollout_skip, TrainingSteps(last, checkpoint, runs_extra_step=has_data))
+
+    # Steps without a rollout step
+
+    @property
+    def _rollout_call(self) -> str:
+        return f"self.{compat.generator_name(self)}.generate_sequences"
+
+    def _load_checkpoint(self) -> Any:
+        loaded = super()._load_checkpoint()
+        self._rollout_keys = KeyCounter(start=getattr(self, "global_steps", 0))
+        return loaded
 
     def _watch_updates(self) -> None:
-        """Notice a step that trains on something else before it does, whatever its loop looks like."""
-        workers = self.actor_rollout_wg
+        """Raise before a step that had no rollout step updates the actor, whatever its loop looks like."""
+        workers = compat.find_actor(self)
         update = workers.update_actor
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self._check_not_inert(not self._gen_batches)
+            self._check_rollout_step(self.global_steps)
             return update(*args, **kwargs)
 
         workers.update_actor = watched
 
-    def _check_not_inert(self, nothing_passed: bool) -> None:
-        if not nothing_passed or self.rollout_skip.settings.mode is Mode.OFF:
-            return
-        raise InertError(
-            f"Step {self.global_steps} has no rollout step that goes through {type(self).__name__}: its loop "
-            f"generates in another way than by self.{compat.generator_name(self)}.generate_sequences, so nothing is "
-            "recorded or replayed. Derive from a trainer whose loop does, or call RolloutSkip.step in your own loop "
-            "(docs/configuration.md)."
-        )
+    def _end_training(self) -> None:
+        super()._end_training()
+        # This also catches loops that update in another way. The last step may or may not have been completed.
+        missing = self._rollout_keys.first_without_rollout(end=getattr(self, "global_steps", 0))
+        if missing is not None:
+            self._check_rollout_step(missing)
+
+
+def _as_v0(config: DictConfig) -> DictConfig:
+    """The configuration with ``trainer.use_v1=False``, so that the recording says that it was made by a V0 trainer.
+
+    An entry point may create a V0 trainer regardless of this setting, which is True by default.
+    """
+    if OmegaConf.select(config, "trainer.use_v1"):
+        config = copy.deepcopy(config)
+        config.trainer.use_v1 = False
+    return config

@@ -9,14 +9,14 @@ import numpy as np
 from verl import DataProto
 
 from verl_rollout_skip.errors import UnsupportedTrainerError
-from verl_rollout_skip.prompts import UID
+from verl_rollout_skip.replay.prompts import UID
 
 SCORES = "rm_scores"
 EXTRA_KEYS = "reward_extra_keys"
 # The same extras again, as one dict per row.
 _EXTRAS = "reward_extra_info"
 # Columns of a rollout that are not fields of its agent loop.
-_NOT_OF_THE_LOOP = {_EXTRAS, UID, "__num_turns__", "__do_sample__", "multi_modal_inputs"}
+_NOT_LOOP_FIELDS = {_EXTRAS, UID, "__num_turns__", "__do_sample__", "multi_modal_inputs"}
 
 
 def recompute_rewards(batch: DataProto, inputs: DataProto, trainer: Any) -> None:
@@ -37,15 +37,15 @@ def recompute_rewards(batch: DataProto, inputs: DataProto, trainer: Any) -> None
 
 
 def _unscored(batch: DataProto, inputs: DataProto) -> DataProto:
-    """The batch that an agent loop sends to be scored: responses, prompts, answers …, without recorded rewards."""
+    """The batch as an agent loop sends it for scoring: with all columns except the recorded rewards."""
     scores = {SCORES, _EXTRAS, *batch.meta_info.get(EXTRA_KEYS, [])}
     tensors = {key: value for key, value in batch.batch.items() if key not in scores}
     columns = {**inputs.non_tensor_batch, **batch.non_tensor_batch}
     given = DataProto.from_dict(tensors=tensors)
     given.non_tensor_batch = {key: value for key, value in columns.items() if key not in scores}
-    of_the_loop = batch.non_tensor_batch.keys() - scores - _NOT_OF_THE_LOOP - inputs.non_tensor_batch.keys()
+    loop_fields = batch.non_tensor_batch.keys() - scores - _NOT_LOOP_FIELDS - inputs.non_tensor_batch.keys()
     fields = np.empty(len(batch), dtype=object)
-    fields[:] = [_fields_of_row(batch, of_the_loop, row) for row in range(len(batch))]
+    fields[:] = [_fields_of_row(batch, loop_fields, row) for row in range(len(batch))]
     width = batch.batch["prompts"].shape[1]
     mask = batch.batch["attention_mask"]
     given.non_tensor_batch |= {
@@ -58,7 +58,7 @@ def _unscored(batch: DataProto, inputs: DataProto) -> DataProto:
 
 
 def _fields_of_row(batch: DataProto, names: Iterable[str], row: int) -> dict[str, Any]:
-    """The agent loop's fields of a row (turn_scores, tool_rewards …). Fields that only other rows have are None."""
+    """The agent loop's fields of a row, such as turn_scores. Fields that only other rows have are None in the batch."""
     fields = {name: batch.non_tensor_batch[name][row] for name in sorted(names)}
     return {name: value for name, value in fields.items() if value is not None}
 

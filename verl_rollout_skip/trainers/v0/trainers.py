@@ -1,4 +1,4 @@
-"""verl's trainers (V0) with recorded rollouts, ready to be named in an entry point."""
+"""verl's V0 trainers with recorded rollouts, ready to use in an entry point."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ class SkipPPOTrainer(RolloutSkipMixin, RayPPOTrainer):
 
 
 class SkipDAPOTrainer(DynamicSampling, RolloutSkipMixin, RayPPOTrainer):
-    """DAPO: ``RayPPOTrainer`` with dynamic sampling, which records and reuses every generation batch of a step."""
+    """``RayPPOTrainer`` with DAPO's dynamic sampling. Every generation batch of a step is recorded and reused."""

@@ -1,4 +1,4 @@
-"""verl's V1 trainers with recorded rollouts; names are imported when first used, because verl's trainers are slow."""
+"""verl's V1 trainers with recorded rollouts. Names are imported on first use, because importing verl is slow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "RolloutSkipMixin":
         return import_module(f"{__name__}.mixin").RolloutSkipMixin
-    import_module("verl")  # first: it imports modules of the user, which may want these names as well
+    import_module("verl")  # first, because it imports user modules that may use these names
     return getattr(import_module(f"{__name__}.trainers"), name)
 
 

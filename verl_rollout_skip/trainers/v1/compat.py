@@ -1,9 +1,11 @@
-"""What the V1 mixin uses of verl's ``PPOTrainer``, its replay buffer and TransferQueue, private names included."""
+"""The parts of verl's ``PPOTrainer``, its replay buffer and TransferQueue that the V1 mixin uses, including private
+ones."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+import ray
 import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import TensorDict
@@ -17,14 +19,14 @@ from verl_rollout_skip.trainers.plugin import MODES
 SYNC = "sync"
 SKIP = "skip_"
 PARTITION = "train"
-"""Where TransferQueue keeps the prompts and trajectories of a training."""
+"""TransferQueue's partition for the prompts and trajectories of a training."""
 
 TESTED = ("0.9.1", "0.9.0")
 _SUPPORTED = f"the V1 trainers of verl {', '.join(TESTED)} and trainers derived from them"
 
 
 class HostTrainer(Protocol):
-    """What ``RolloutSkipMixin`` expects of its host, the trainer that follows it among the bases."""
+    """What ``RolloutSkipMixin`` expects of its host, the trainer that follows it in the list of bases."""
 
     config: DictConfig
     tokenizer: Any
@@ -47,6 +49,10 @@ class HostTrainer(Protocol):
 
     def get_reward_handles(self) -> Any: ...
 
+    def _compute_reward_colocate(self, batch: KVBatchMeta, metrics: dict[str, Any] | None = None) -> KVBatchMeta: ...
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta: ...
+
     def _fetch_one_gen_batch(self) -> TensorDict: ...
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int: ...
@@ -65,16 +71,16 @@ class HostTrainer(Protocol):
 
 
 NEEDS = (
-    Need("fit", "to notice the end of the training", positional=None),
-    Need("step", "to notice a step that does not sample from the replay buffer", ("metrics", "timing_raw")),
+    Need("fit", "to detect the end of the training", positional=None),
+    Need("step", "to detect a step that does not sample from the replay buffer", ("metrics", "timing_raw")),
     Need("_build_replay_buffer", "to replace what is sampled"),
     Need("_fetch_one_gen_batch", "to draw the prompts that a recorded step drew"),
-    Need("_submit_batch_to_rollout", "to hold back prompts until it is decided whether they are generated", ("batch",)),
+    Need("_submit_batch_to_rollout", "to hold back prompts until it is known whether they are generated", ("batch",)),
     Need("_reissue_inflight_prompts", "to track prompts restored from a checkpoint", ("partition_id",)),
-    Need("_init_dataloader", "to compare the steps of the training with those that are recorded"),
-    Need("_setup", "to start no inference engine, or to put off its weights"),
+    Need("_init_dataloader", "to compare the steps of the training with the recorded ones"),
+    Need("_setup", "to avoid starting an inference engine, or to defer its weight syncs"),
     Need("_validate", "to send weights before a validation"),
-    Need("_save_checkpoint", "to save a dataloader that was drawn from ahead"),
+    Need("_save_checkpoint", "to save the state of the dataloader without the prompts drawn ahead"),
 )
 # prepare_step is overridden too, but is optional: verl 0.9.0 does not have it.
 
@@ -85,20 +91,20 @@ _QUEUE = (
     Need("kv_batch_get", "to record a batch", keywords=("keys", "partition_id", "select_fields")),
     Need("kv_list", "to list waiting prompts", ("partition",)),
     Need("kv_clear", "to remove prompts that are no longer in flight", keywords=("keys", "partition_id")),
-    Need("get_client", "to see which rows have a field"),
+    Need("get_client", "to find the rows that have a field"),
 )
 _CLIENT = (
     Need("kv_retrieve_meta", "to record a batch", ("self",), ("keys", "partition_id", "create")),
-    Need("get_production_status", "to see which rows have a field", ("self",), ("data_fields", "partition_id")),
-    Need("_get_partition_meta", "to see which fields there are", ("self", "partition")),
-    Need("_run_coroutine", "to see which fields there are", ("self", "coroutine")),
+    Need("get_production_status", "to find the rows that have a field", ("self",), ("data_fields", "partition_id")),
+    Need("_get_partition_meta", "to list the fields", ("self", "partition")),
+    Need("_run_coroutine", "to list the fields", ("self", "coroutine")),
 )
 
 
 def check_trainer(trainer: type) -> None:
-    """Raise if a trainer or TransferQueue lacks something; warn if verl is not a tested version."""
+    """Raise if a trainer or TransferQueue lacks something the mixin needs; warn if verl is not a tested version."""
     compat.check_trainer(trainer, NEEDS, _SUPPORTED)
-    advice = f"Supported are {_SUPPORTED}, with the TransferQueue that they ask for."
+    advice = f"Supported trainers: {_SUPPORTED}, with the TransferQueue that they require."
     compat.check_functions(tq, "TransferQueue", _QUEUE, advice)
     compat.check_functions(tq.TransferQueueClient, "TransferQueueClient", _CLIENT, advice)
     compat.warn_if_untested(TESTED, "the V1 trainers")
@@ -106,11 +112,35 @@ def check_trainer(trainer: type) -> None:
 
 def check_replay_buffer(buffer: Any) -> None:
     """Raise if a replay buffer has no ``sample``, or one with different parameters."""
-    compat.check_functions(buffer, type(buffer).__name__, [_SAMPLE], f"Supported are {_SUPPORTED}.")
+    compat.check_functions(buffer, type(buffer).__name__, [_SAMPLE], f"Supported trainers: {_SUPPORTED}.")
+
+
+# The methods that verl calls between a sample and the update. Only the last two change columns of sampled rows.
+_AFTER_SAMPLE = (
+    "step",
+    "_step_once",
+    "on_sample_end",
+    "_balance_batch",
+    "_compute_old_log_prob",
+    "_compute_ref_log_prob",
+    "_compute_values",
+    "_compute_reward_colocate",
+    "_compute_advantage",
+)
+
+
+def keeps_rows(trainer: type) -> bool:
+    """Whether a trainer is known not to change sampled rows before the last two of these methods."""
+    return compat.verl_version() in TESTED and all(_is_of_verl(trainer, name) for name in _AFTER_SAMPLE)
+
+
+def _is_of_verl(trainer: type, name: str) -> bool:
+    owners = [kind.__module__ for kind in trainer.__mro__ if name in vars(kind)]
+    return next((owner.startswith("verl.") for owner in owners if not owner.startswith("verl_rollout_skip.")), False)
 
 
 def base_mode(trainer: type) -> str:
-    """The trainer mode under which verl knows the trainer that a class adds recorded rollouts to."""
+    """The trainer mode of the verl trainer that a class extends."""
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
     from verl_rollout_skip.trainers.v1.mixin import RolloutSkipMixin
@@ -120,22 +150,38 @@ def base_mode(trainer: type) -> str:
         if kind in names and not issubclass(kind, RolloutSkipMixin):
             return names[kind]
     raise UnsupportedTrainerError(
-        f"{trainer.__name__} has none of verl's V1 trainers among its bases ({', '.join(sorted(TRAINER_REGISTRY))}). "
+        f"{trainer.__name__} has none of verl's V1 trainers as a base ({', '.join(sorted(TRAINER_REGISTRY))}). "
         f"Write class {trainer.__name__}(RolloutSkipMixin, PPOTrainerSync), or register your own trainer first."
     )
 
 
 def use_skip_trainer(config: DictConfig) -> None:
-    """Replace one of verl's own trainer modes by the mode with recorded rollouts; leave a user's own mode alone."""
+    """Replace one of verl's own trainer modes with the corresponding ``skip_`` mode; leave a user's own mode alone."""
     mode = f"{SKIP}{config.trainer.v1.trainer_mode}"
     if mode in MODES:
         config.trainer.v1.trainer_mode = mode
 
 
+def connect_queue() -> None:
+    """Connect this process to the TransferQueue of the training; ``tq.init`` would create one if there were none."""
+    ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    tq.init()
+
+
 def field_names(partition: str) -> list[str]:
-    """The fields that any row of a partition of TransferQueue has."""
+    """The fields that at least one row of a TransferQueue partition has."""
     client = tq.get_client()
     return list(client._run_coroutine(client._get_partition_meta(partition)).field_names)
+
+
+def rows_by_unit(keys: list[str], partition: str) -> list[list[int]]:
+    """The rows of each storage unit, for keys that are in TransferQueue. One group if there are no such units."""
+    client = tq.get_client()
+    group = getattr(client.storage_manager, "_group_by_hash", None)
+    if group is None:  # other storage backends
+        return [list(range(len(keys)))]
+    found = client.kv_retrieve_meta(keys=keys, partition_id=partition, create=False)
+    return [list(unit.batch_positions) for unit in group(found.global_indexes).values()]
 
 
 def add_eviction_metrics(metrics: dict[str, Any], more: dict[str, Any], count: int) -> None:

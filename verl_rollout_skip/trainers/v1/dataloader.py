@@ -1,4 +1,4 @@
-"""Chunks of prompts that were drawn from a dataloader before it was known whether they are needed."""
+"""``PushBack``: chunks of prompts that are drawn from the dataloader before it is known whether they are needed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tensordict import TensorDict
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What was drawn, and the state of the dataloader before."""
+    """A chunk that was drawn, and the state of the dataloader before it."""
 
     prompts: TensorDict
     state: dict[str, Any]
 
 
 class PushBack:
-    """Draws ahead of a training; what turns out not to be needed is handed out again before the dataloader is asked."""
+    """Draws ahead of the training. Chunks that turn out not to be needed are put back; the next draws return them."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Chunk] = deque()
         self._drawn: list[_Chunk] = []
 
     def next(self) -> TensorDict | None:
-        """The first chunk that was put back; None if the dataloader is to be asked."""
+        """Take the first chunk that was put back; None if there is none."""
         return self._waiting.popleft().prompts if self._waiting else None
 
     def draw(self, fetch: Callable[[], TensorDict], state: Callable[[], dict[str, Any]]) -> TensorDict:
-        """One more chunk, which may still be put back. ``state`` tells where the dataloader stands."""
+        """Draw another chunk, which can still be put back. ``state`` returns the state of the dataloader."""
         if self._waiting:
             chunk = self._waiting.popleft()
         else:
@@ -41,21 +41,21 @@ class PushBack:
         return chunk.prompts
 
     def put_back(self) -> int:
-        """Put back all that was drawn; returns how many prompts those were."""
+        """Put back every chunk that was drawn, and return the number of prompts."""
         self._waiting.extendleft(reversed(self._drawn))
         count = sum(len(chunk.prompts) for chunk in self._drawn)
         self._drawn.clear()
         return count
 
     def keep(self) -> list[TensorDict]:
-        """What was drawn is needed; returns it."""
+        """Keep every chunk that was drawn, and return them."""
         kept, self._drawn = self._drawn, []
         return [chunk.prompts for chunk in kept]
 
     @contextmanager
-    def undrawn(self, dataloader: Any) -> Iterator[None]:
-        """Meanwhile the dataloader says that it stands before what was put back, so that a checkpoint, which does not
-        contain that, loses none of it."""
+    def rewound(self, dataloader: Any) -> Iterator[None]:
+        """Make the dataloader report its state before the chunks that were put back. A checkpoint does not contain
+        these chunks, so they have to be drawn again after a resume."""
         if not self._waiting:
             yield
             return

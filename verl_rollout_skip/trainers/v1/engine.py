@@ -1,4 +1,4 @@
-"""A V1 training without an inference engine: the changed settings, and managers without receivers."""
+"""A V1 training without an inference engine: the changed settings, and checkpoint managers that send nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from verl_rollout_skip.trainers.engine import NoWeightSync, without_engine
 
 
 class NoReplicas(NoWeightSync):
-    """In the place of verl's ``CheckpointEngineManager``, which the V1 trainers make themselves."""
+    """Replaces verl's ``CheckpointEngineManager``, which the V1 trainers create themselves."""
 
     def __init__(self) -> None:
         super().__init__(None, None, [])
@@ -21,7 +21,7 @@ class NoReplicas(NoWeightSync):
 
 
 def remove_engine(config: DictConfig, loads_rewards: bool) -> None:
-    """Change a configuration in place so that no server and no agent loop is started and nothing is validated."""
+    """Change a configuration in place so that no servers or agent loops start, and validation is off."""
     changed = without_engine(config, loads_rewards)
     with open_dict(config):
         for block in changed:
@@ -29,7 +29,7 @@ def remove_engine(config: DictConfig, loads_rewards: bool) -> None:
 
 
 def remove_transport(config: DictConfig) -> None:
-    """Let nothing be set up for sending weights to servers of their own. Only after the trainer has checked its
-    settings: verl's ``separate_async`` insists on such a transport."""
+    """Do not set up the transfer of weights to standalone servers. Call this after the trainer has checked its
+    settings, because verl's ``separate_async`` requires such a transfer."""
     with open_dict(config):
         config.actor_rollout_ref.rollout.checkpoint_engine.backend = "naive"

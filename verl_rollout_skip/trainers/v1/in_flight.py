@@ -1,12 +1,12 @@
-"""The prompts that a training has drawn from its dataloader and not sampled yet, in the order in which it drew them.
+"""``InFlight``: the prompts that a training has drawn from its dataloader but not sampled yet, in drawing order.
 
-Their uids are new in every run, so a recording names a prompt by its place among them. In a synchronous training they
-are the prompts of the step; an asynchronous one keeps prompts in flight from step to step.
+Uids are new in every run, so a recording identifies a prompt by its position in this list. In a synchronous training,
+these are the prompts of the step; an asynchronous training keeps prompts in flight across steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,12 +16,11 @@ import xxhash
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from verl_rollout_skip.errors import InertError
-from verl_rollout_skip.prompts import UID
+from verl_rollout_skip.replay.prompts import UID
 from verl_rollout_skip.store.codec import cells
-from verl_rollout_skip.store.codec.blobs import blob_view
 
-# It says when a prompt was sent off, not what it is.
-_NOT_OF_THE_PROMPT = "global_steps"
+# The step in which a prompt was submitted; not part of the prompt itself.
+_SUBMITTED_AT = "global_steps"
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class Prompt:
 
     @cached_property
     def digest(self) -> str:
-        """Of everything but the uid. Made only where it is needed: a row may hold something that cannot be stored."""
+        """A digest of everything but the uid. Computed on demand, because a row may contain values that cannot be
+        stored."""
         digest = xxhash.xxh3_128()
         for name in sorted(self.row):
             if name == UID:
@@ -41,12 +41,30 @@ class Prompt:
             blobs: list[Any] = []
             digest.update(f"{name}={cells.encode(self.row[name], blobs, name)};".encode("utf-8", "surrogatepass"))
             for blob in blobs:
-                digest.update(blob_view(blob))
+                digest.update(cells.blob_view(blob))
         return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class PromptRows:
+    """Prompts by position, and the names of their columns in order. Other processes turn them into rows."""
+
+    prompts: dict[int, dict[str, Any]]
+    names: list[str]
+
+    def select(self, positions: Iterable[int]) -> PromptRows:
+        """Only the prompts at these positions, with their own tensors: a view would be sent with all that it views."""
+        return PromptRows({position: _own(self.prompts[position]) for position in set(positions)}, self.names)
+
+    def rows(self, positions: Iterable[int]) -> TensorDict:
+        """The prompts at these positions, one row per position, including uids."""
+        chosen = [self.prompts[position] for position in positions]
+        columns = {name: _column([row[name] for row in chosen]) for name in self.names}
+        return TensorDict(columns, batch_size=[len(chosen)])
+
+
 class InFlight:
-    """Keeps the prompts between ``_submit_batch_to_rollout`` and ``replay_buffer.sample``."""
+    """The prompts between ``_submit_batch_to_rollout`` and ``replay_buffer.sample``."""
 
     def __init__(self) -> None:
         self._prompts: list[Prompt] = []
@@ -57,62 +75,79 @@ class InFlight:
 
     @property
     def drawn(self) -> list[Prompt]:
-        """Those that were drawn since the last sample."""
+        """The prompts drawn since the last sample."""
         return self._prompts[self._old :]
 
     def add(self, batch: TensorDict) -> None:
-        """Prompts that were just drawn, as the dataloader gives them, with their uids."""
+        """Add prompts that were just drawn, as the dataloader returns them, with their uids."""
         self._prompts += [Prompt(str(row[UID]), row) for row in _rows(batch)]
 
     def restore(self, batch: TensorDict | None) -> None:
-        """Prompts that an earlier run of this training drew and left in flight."""
+        """Add prompts that were in flight when the checkpoint of this training was saved."""
         if batch is not None:
             self.add(batch)
         self._old = len(self._prompts)
 
-    def take_back(self, count: int) -> None:
-        """Forget the prompts that were added last."""
+    def remove_last(self, count: int) -> None:
+        """Remove the ``count`` prompts that were added last."""
         del self._prompts[len(self._prompts) - count :]
 
-    def places(self, uids: Iterable[str]) -> list[int]:
-        """Where the prompts with these uids are."""
-        place_of = {prompt.uid: place for place, prompt in enumerate(self._prompts)}
+    def positions(self, uids: Iterable[str]) -> list[int]:
+        """The positions of the prompts with these uids."""
+        position_of = {prompt.uid: position for position, prompt in enumerate(self._prompts)}
         try:
-            return [place_of[uid] for uid in uids]
+            return [position_of[uid] for uid in uids]
         except KeyError as error:
             raise InertError(
                 f"A trajectory was sampled whose prompt {error} did not pass through _submit_batch_to_rollout of this "
-                "trainer: it generates in another way, so what is recorded could not be replayed."
+                "trainer: the trainer generates in another way, so a recording could not be replayed."
             ) from None
 
+    def known(self, uids: Collection[str]) -> list[tuple[str, int]]:
+        """Those of some uids that belong to prompts in flight, with the positions of the prompts."""
+        return [(prompt.uid, position) for position, prompt in enumerate(self._prompts) if prompt.uid in uids]
+
+    def digests(self, positions: Iterable[int]) -> list[str]:
+        return [self._prompts[position].digest for position in positions]
+
     def gone(self, sampled: Iterable[str], waiting: Iterable[str]) -> list[int]:
-        """The places of prompts that were sampled, or that are nowhere any more: filtered, stale, failed or surplus."""
+        """The positions of prompts that were sampled, or dropped: filtered, stale, failed or surplus."""
         sampled, waiting = set(sampled), set(waiting)
         return [
-            place for place, prompt in enumerate(self._prompts) if prompt.uid in sampled or prompt.uid not in waiting
+            position
+            for position, prompt in enumerate(self._prompts)
+            if prompt.uid in sampled or prompt.uid not in waiting
         ]
 
-    def uids(self, places: Iterable[int]) -> list[str]:
-        return [self._prompts[place].uid for place in places]
+    def uids(self, positions: Iterable[int]) -> list[str]:
+        return [self._prompts[position].uid for position in positions]
 
-    def rows(self, places: Iterable[int]) -> TensorDict:
-        """The prompts at these places, uids included, with a row for each place."""
-        chosen = [self._prompts[place].row for place in places]
-        columns = {name: _column([row[name] for row in chosen]) for name in chosen[0]}
-        return TensorDict(columns, batch_size=[len(chosen)])
+    def prompt_rows(self, positions: Sequence[int]) -> PromptRows:
+        """The prompts at these positions."""
+        first = next(iter(positions))
+        prompts = {position: self._prompts[position].row for position in set(positions)}
+        return PromptRows(prompts, list(self._prompts[first].row))
+
+    def rows(self, positions: Sequence[int]) -> TensorDict:
+        """The prompts at these positions, one row per position, including uids."""
+        return self.prompt_rows(positions).rows(positions)
 
     def settle(self, gone: Iterable[int]) -> None:
-        """A sample was taken: forget the prompts that are gone. Those that stay are not newly drawn any more."""
+        """Remove the prompts that a sample took or dropped. The others no longer count as newly drawn."""
         leaving = set(gone)
-        self._prompts = [prompt for place, prompt in enumerate(self._prompts) if place not in leaving]
+        self._prompts = [prompt for position, prompt in enumerate(self._prompts) if position not in leaving]
         self._old = len(self._prompts)
+
+
+def _own(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: cell.clone() if isinstance(cell, torch.Tensor) else cell for name, cell in row.items()}
 
 
 def _rows(batch: TensorDict) -> list[dict[str, Any]]:
     columns: dict[str, list[Any]] = {}
     for name in batch.keys():  # noqa: SIM118 - iterating a TensorDict walks its rows
         column = batch.get(name)
-        if name == _NOT_OF_THE_PROMPT:
+        if name == _SUBMITTED_AT:
             continue
         if isinstance(column, NonTensorData):
             columns[name] = [column.data] * len(batch)
@@ -124,6 +159,6 @@ def _rows(batch: TensorDict) -> list[dict[str, Any]]:
 def _column(found: list[Any]) -> Any:
     if all(isinstance(cell, torch.Tensor) for cell in found):
         return torch.stack(found)
-    # Wrapping a cell takes tensordict longer than all the rest, and the rows of a prompt have the same ones.
+    # tensordict spends most of its time wrapping cells, and the rows of a prompt share theirs.
     wrapped = {id(cell): NonTensorData(cell) for cell in found}
     return NonTensorStack.from_list([wrapped[id(cell)] for cell in found])

@@ -1,4 +1,4 @@
-"""The metrics of a step from those of its rollout steps."""
+"""Combines the metrics of the rollout steps of one training step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _LAST = {"rollout_skip/dump_bytes", "rollout_skip/dump_failures"}
 
 
 def of_step(rollouts: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds add up, counts that run through the training are taken as they stand, the rest is a share."""
+    """Seconds are summed, running counts keep their last value, and everything else is averaged."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in rollouts for name in metrics):
         values = [metrics[name] for metrics in rollouts if name in metrics]

@@ -1,10 +1,9 @@
-"""``RolloutSkipMixin`` for verl's V1 trainers: loads what ``replay_buffer.sample`` returns, or lets it be generated.
+"""``RolloutSkipMixin`` for verl's V1 trainers: loads the batch that ``replay_buffer.sample`` returns, or generates it.
 
-Prompts are held back until the batch is sampled; then it is known whether they have to be generated at all. The loop,
-the replay buffer and what comes after a sample stay verl's own.
+Prompts are held back until the trainer samples, because only then is it known whether they have to be generated. The
+loop, the replay buffer and everything after the sample are verl's own.
 
-Importing this module does not import verl, whose import loads plugins and modules of the user: those that want this
-mixin would find half of it.
+This module does not import verl, because ``import verl`` loads plugins and user modules that may import this mixin.
 """
 
 from __future__ import annotations
@@ -18,66 +17,95 @@ from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from verl_rollout_skip.config import BLOCK, take_out_skip_keys
-from verl_rollout_skip.errors import InertError, RolloutSkipError, UnsupportedTrainerError
-from verl_rollout_skip.history import LEARNED_FROM
+from verl_rollout_skip.config.modes import Mode, Reward, Tasks
+from verl_rollout_skip.config.skip_config import BLOCK, SkipConfig, remove_skip_keys
+from verl_rollout_skip.errors import QueueError, UnsupportedBatchError, UnsupportedTrainerError
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.modes import Mode, Reward
-from verl_rollout_skip.outcome import Rollout
-from verl_rollout_skip.prompts import UID, OtherInput, row_difference
-from verl_rollout_skip.steps import TrainingSteps, check_steps, find_checkpoint, first_step
-from verl_rollout_skip.store.loaded import LoadedEntry
+from verl_rollout_skip.replay.lineage import LEARNED_FROM
+from verl_rollout_skip.replay.prompts import UID, InputMismatch
+from verl_rollout_skip.replay.results import Miss, Rollout
+from verl_rollout_skip.replay.steps import TrainingSteps, check_steps, find_checkpoint, first_step
 from verl_rollout_skip.trainers.base import SkipMixin
 from verl_rollout_skip.trainers.compat import import_engine
-from verl_rollout_skip.trainers.fit import warn_outside_fit
-from verl_rollout_skip.trainers.v1 import asynchronous, compat, reward, sampled
+from verl_rollout_skip.trainers.v1 import asynchronous, compat, reward
+from verl_rollout_skip.trainers.v1.alignment import Alignment
 from verl_rollout_skip.trainers.v1.compat import PARTITION, SYNC
 from verl_rollout_skip.trainers.v1.dataloader import PushBack
 from verl_rollout_skip.trainers.v1.in_flight import InFlight
 from verl_rollout_skip.trainers.v1.metrics import of_step
+from verl_rollout_skip.trainers.v1.transfer import rows as queue
+from verl_rollout_skip.trainers.v1.transfer.loading import PutEntry, TaskLoader
+from verl_rollout_skip.trainers.v1.transfer.partial import PartialRollouts
+from verl_rollout_skip.trainers.v1.transfer.pool import TaskPool
+from verl_rollout_skip.trainers.v1.transfer.reading import SampleReader
+from verl_rollout_skip.trainers.v1.transfer.rows import SAMPLE, PutBatch, Sample
 from verl_rollout_skip.trainers.weights import DeferredWeightSync
 
 logger = logging.getLogger(__name__)
 
-
 if TYPE_CHECKING:
     from verl_rollout_skip.trainers.v1.compat import HostTrainer
 else:
-    HostTrainer = object  # at run time the host is whatever trainer the user derives from
+    HostTrainer = object  # at run time, the host is the trainer class that follows the mixin
 
 
 class RolloutSkipMixin(SkipMixin, HostTrainer):
-    """To be named before the trainer: ``class MyTrainer(RolloutSkipMixin, PPOTrainerSync)``."""
+    """The mixin must precede the trainer: ``class MyTrainer(RolloutSkipMixin, PPOTrainerSync)``.
+
+    ``keeps_sampled_rows``: the trainer does not change a sampled row in TransferQueue before ``_compute_advantage``, so
+    the rows of a large sample can be read while the training continues. By default, only verl's own trainers do.
+    """
+
+    keeps_sampled_rows: bool | None = None
 
     def __init__(self, config: DictConfig) -> None:
         mode = compat.base_mode(type(self))
-        self._open_rollout_skip(copy.deepcopy(config), compat.check_trainer)
+        resume_hint = "" if mode == SYNC else asynchronous.resume_hint(config)
+        settings = SkipConfig.from_config(config)
+        self._pool = TaskPool(settings.tasks)
+        self._loader = TaskLoader(self._pool, settings.reward is Reward.RECORDED, ahead=mode == SYNC)
+        self._open_rollout_skip(copy.deepcopy(config), compat.check_trainer, resume_hint, self._loader)
         if not self._is_on:
             reason = f"{BLOCK}.mode is off" if BLOCK in config else f"the configuration has no block {BLOCK}"
             logger.info(
-                "%s records and replays nothing, because %s. To record, set %s.mode=cache and %s.dump_dir (with + "
-                "before them if there is no such block).",
+                "%s records and replays nothing, because %s. To record, set %s.mode=cache and %s.dump_dir (with a plus "
+                "sign if the configuration has no such block).",
                 type(self).__name__,
                 reason,
                 BLOCK,
                 BLOCK,
             )
+        if settings.tasks is Tasks.ON and settings.mode.reads:
+            recomputes = settings.reward is Reward.RECOMPUTE
+            if recomputes or self.rollout_skip.replaces_prompts:
+                why = "reward is 'recompute'" if recomputes else "recorded batches replace the current ones"
+                logger.info("the driver loads rollouts although %s.tasks is 'on', because %s", BLOCK, why)
+        if self._is_on and settings.tasks is not Tasks.OFF:
+            self._find_nodes()
         reward.check_settings(self.rollout_skip.settings, config)
         asynchronous.check_sources(self.rollout_skip, mode)
         if mode != SYNC:
             asynchronous.check_settings(self.rollout_skip.settings)
-            self.rollout_skip.way_on = asynchronous.way_on(config)
         self._in_flight = InFlight()
         self._push_back = PushBack()
+        self._alignment = Alignment(
+            self._in_flight,
+            self._push_back,
+            fetch=self._fetch_from_dataloader,
+            state=self._dataloader_state,
+            compares=not self.rollout_skip.replaces_prompts,
+        )
+        self._reader = SampleReader(self.rollout_skip, self._pool, self._in_flight)
+        self._partial = PartialRollouts(self.rollout_skip, self._pool, self._in_flight, is_on=mode == SYNC)
         self._held: list[TensorDict] = []
         self._prepared: dict[str, Any] = {}
-        self._generating = False
-        self._never_sent = 0
-        self._last_key = RolloutKey(0)
+        self._generating: RolloutKey | None = None
+        self._last_key: RolloutKey | None = None
+        self._never_submitted = 0
         self._step_metrics: list[dict[str, float]] = []
-        # In place, because verl makes the agent loops from the object that it gave us; and it picks settings by the
-        # name of its own trainer.
-        take_out_skip_keys(config)
+        # Change the configuration in place, because verl creates the agent loops from the same object. verl selects
+        # settings by the name of its own trainer mode.
+        remove_skip_keys(config)
         with open_dict(config):
             config.trainer.v1.trainer_mode = mode
         if not self.rollout_skip.settings.starts_engine:
@@ -86,10 +114,23 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
 
             remove_engine(config, self.rollout_skip.settings.loads_rewards)
         if self.rollout_skip.settings.mode is Mode.REPLAY:
-            asynchronous.keep_roles(config)
+            asynchronous.disable_role_switch(config)
         if self.rollout_skip.settings.mode.reads:
             self.rollout_skip.prefetch_first(first_step(config.trainer))
         super().__init__(config)
+
+    def _find_nodes(self) -> None:
+        """Start to find out which nodes reach the folders, before they are needed."""
+        settings = self.rollout_skip.settings
+        if settings.dump_dir is not None and settings.mode.writes:
+            self._pool.find_nodes(settings.dump_dir, writes=True)
+        for source in self.rollout_skip.sources:
+            self._pool.find_nodes(source.folder, writes=False)
+
+    @property
+    def _keeps_sampled_rows(self) -> bool:
+        kept = self.keeps_sampled_rows
+        return compat.keeps_rows(type(self)) if kept is None else kept
 
     @property
     def _is_sync(self) -> bool:
@@ -97,20 +138,30 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
 
     @property
     def _holds_back(self) -> bool:
-        """Whether prompts wait for the decision. Asynchronous trainings generate ahead, or replay everything."""
+        """Whether prompts are held back until the trainer samples. An asynchronous training generates ahead, unless it
+        replays everything."""
         return self._is_sync or self.rollout_skip.settings.mode is Mode.REPLAY
 
     # Drawing and submitting prompts
 
     def _fetch_one_gen_batch(self) -> TensorDict:
         chunk = self._push_back.next()
-        return super()._fetch_one_gen_batch() if chunk is None else chunk
+        return self._fetch_from_dataloader() if chunk is None else chunk
+
+    def _fetch_from_dataloader(self) -> TensorDict:
+        return super()._fetch_one_gen_batch()
+
+    def _dataloader_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.train_dataloader.state_dict()
+        return state
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         if not self._is_on:
             return super()._submit_batch_to_rollout(batch)
         self._in_flight.add(batch)
-        if self._generating or not self._holds_back:
+        if self._generating is not None:
+            return self._submit_unfinished(self._generating, batch)
+        if not self._holds_back:
             return super()._submit_batch_to_rollout(batch)
         if self._is_sync:
             self._held.append(batch)
@@ -123,12 +174,15 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         return self._prepared
 
     def _reissue_inflight_prompts(self, partition_id: str = PARTITION) -> int:
-        """A checkpoint of an asynchronous training brought its prompts in flight with it."""
+        """The checkpoint of an asynchronous training contains the prompts that were in flight."""
         if self._is_on and not self._is_sync:
             self._in_flight.restore(asynchronous.restored_prompts(forget_trajectories=self._holds_back))
+            if self._holds_back:
+                self._loader.ahead = True  # what was put before would have been taken for trajectories of a checkpoint
+                self.rollout_skip.prefetch_first(self.global_steps)
         return 0 if self._holds_back else super()._reissue_inflight_prompts(partition_id)
 
-    # Sampling
+    # The rollout step
 
     def _build_replay_buffer(self) -> Any:
         buffer = super()._build_replay_buffer()
@@ -141,161 +195,151 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
     def _rollout_step(
         self, global_steps: int, partition_id: str, batch_size: int
     ) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """Called by verl's loop instead of ``replay_buffer.sample``."""
         if partition_id != PARTITION:
             return self._sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        warn_outside_fit(self)
+        self._finish_reading()  # of the sample before, if a step has several
         started = time.perf_counter()
-        key = self._next_key()
-        rollout = None
-        if self.rollout_skip.covers(key) and (self._holds_back or self.rollout_skip.settings.mode is not Mode.CACHE):
+        key = self._last_key = self._next_key(self.global_steps)
+        found = self._find(key)
+        if isinstance(found, Miss):
+            return self._generate(found, batch_size)
+        return self._put(key, found, started)
+
+    def _find(self, key: RolloutKey) -> Rollout | Miss:
+        """The recorded rollout whose prompts match the current step, or a miss."""
+        rejected = []
+        reads = self._holds_back or self.rollout_skip.settings.mode is not Mode.CACHE
+        for candidate in self.rollout_skip.candidates(key) if reads else ():
             try:
-                rollout = self.rollout_skip.load(key, self._line_up)
-            finally:
-                if rollout is None:
-                    self._undraw()
-        return self._generate(key, batch_size) if rollout is None else self._put(rollout, started)
+                inputs: Any = self._alignment.align(candidate.entry)
+                if candidate.replaces_prompts or not isinstance(candidate.entry, PutEntry):
+                    inputs = self._alignment.rows(candidate.entry)
+                mismatch = candidate.explain_mismatch(inputs)
+            except (InputMismatch, UnsupportedBatchError) as error:
+                mismatch = str(error)
+            if mismatch is None:
+                self._loader.accept(candidate.entry)
+                return self.rollout_skip.load(key, candidate, inputs)
+            rejected.append((candidate, mismatch))
+        self._alignment.undo()
+        self._loader.clear_unused()
+        return self.rollout_skip.miss(key, rejected)
 
-    def _next_key(self) -> RolloutKey:
-        step, last = self.global_steps, self._last_key
-        self._last_key = RolloutKey(step, last.gen_batch + 1 if step == last.step else 0)
-        return self._last_key
-
-    def _line_up(self, entry: LoadedEntry) -> TensorDict:
-        """The prompts of the current step, row by row as an entry has them; refills are drawn as they were then."""
-        self._undraw()
-        places, sample = sampled.sample_of(entry)
-        self._draw(entry, places, sample.drawn)
-        if max(places) >= len(self._in_flight):
-            raise OtherInput("it was sampled from prompts of earlier steps that the current training did not draw.")
-        return self._in_flight.rows(places)
-
-    def _draw(self, entry: LoadedEntry, places: list[int], recorded: list[str]) -> None:
-        """Draw what the step drew then. Prompts that are to be the recorded ones are compared before more are drawn:
-        what is drawn ahead in vain has to be put back."""
-        compared = 0
-        while True:
-            drawn = self._in_flight.drawn
-            if not self.rollout_skip.replaces_prompts:
-                self._compare(entry, places, recorded, compared)
-            if len(drawn) >= len(recorded):
-                break
-            compared = len(drawn)
-            dataloader = self.train_dataloader
-            fetch = super()._fetch_one_gen_batch
-            self._in_flight.add(self._push_back.draw(fetch, dataloader.state_dict))
-        if len(drawn) != len(recorded):
-            raise OtherInput(
-                f"its step drew {len(recorded)} prompts from the data, and the current one draws {len(drawn)}."
-            )
-
-    def _undraw(self) -> None:
-        self._in_flight.take_back(self._push_back.put_back())
-
-    def _compare(self, entry: LoadedEntry, places: list[int], recorded: list[str], start: int) -> None:
-        """Raise if a prompt of those drawn from ``start`` on is another one than then, and no row of the entry will
-        say so: it was not trained on, or more would have to be drawn first."""
-        drawn = self._in_flight.drawn
-        pairs = list(zip(drawn, recorded, strict=False))[start:]
-        others = [number for number, (prompt, digest) in enumerate(pairs, start) if prompt.digest != digest]
-        first = len(self._in_flight) - len(drawn)
-        trained = [number for number in others if first + number in places]
-        if not others or (trained and len(drawn) >= len(recorded)):
-            return
-        text = f"prompt {(trained or others)[0]} of the {len(recorded)} that its step drew from the data"
-        if not trained:
-            raise OtherInput(f"{text}, one that it did not train on, is another one now.")
-        place = first + trained[0]
-        difference = row_difference(entry, places.index(place), self._in_flight.rows([place]), 0)
-        raise OtherInput(f"{text} is another one now:\n{difference}")
-
-    def _put(self, rollout: Rollout, started: float) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """A hit: what was recorded is in TransferQueue when this returns, as if it had been generated."""
-        if self.rollout_skip.settings.reward is Reward.RECOMPUTE:
-            reward.recompute_rewards(rollout.batch, rollout.inputs, self)
-        batch = sampled.put(rollout.batch, rollout.inputs.get(UID).tolist())
-        sample = sampled.Sample(**rollout.batch.get(sampled.SAMPLE).data)
-        ahead = self._push_back.keep()
+    def _put(self, key: RolloutKey, rollout: Rollout, started: float) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """A hit: put the recorded rows into TransferQueue, as if they had been generated."""
+        if isinstance(rollout.batch, PutBatch):  # tasks have put them
+            batch, sample = rollout.batch.meta, rollout.batch.sample
+        else:
+            if self.rollout_skip.settings.reward is Reward.RECOMPUTE:
+                reward.recompute_rewards(rollout.batch, rollout.inputs, self)
+            batch = queue.put(rollout.batch, rollout.inputs.get(UID).tolist())
+            sample = Sample(**rollout.batch.get(SAMPLE).data)
+        refills = self._push_back.keep()
         if not self._is_sync:
-            for chunk in ahead:
+            for chunk in refills:
                 asynchronous.register(chunk, self.global_steps)
             asynchronous.clear(self._in_flight.uids(sample.gone))
         self._held.clear()
         self._in_flight.settle(sample.gone)
-        self._never_sent = len(self._in_flight)
+        self._never_submitted = len(self._in_flight)
         self._step_metrics.append(self.rollout_skip.count_wait(rollout, time.perf_counter() - started))
-        self._log_samples(rollout.batch)
+        self._log_samples(key, batch, None if isinstance(rollout.batch, PutBatch) else rollout.batch)
         return batch, dict(sample.metrics)
 
-    def _generate(self, key: RolloutKey, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        if self._never_sent:
+    def _generate(self, miss: Miss, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        if self._never_submitted:
             raise UnsupportedTrainerError(
-                f"{key} is to be generated, and {self._never_sent} prompts are left over from the loaded steps before: "
-                f"{type(self.replay_buffer).__name__} keeps prompts from step to step, "
-                "so loaded and generated steps cannot follow each other exactly. Use mode replay or refresh."
+                f"{miss.key} has to be generated, but {self._never_submitted} prompts are left over from loaded steps: "
+                f"{type(self.replay_buffer).__name__} keeps prompts across steps, so a generated step cannot follow "
+                "loaded ones exactly. Use mode replay or refresh."
             )
         if self._weight_sync is not None:
             self._weight_sync.catch_up()
+        self._loader.clear_all()
         started = time.perf_counter()
-        self._generating = True
+        self._generating = miss.key
+        self._partial.begin(miss)
         try:
-            for held in self._held:
-                super()._submit_batch_to_rollout(held)
-            self._held.clear()
-            batch, metrics = self._sample(
-                global_steps=self.global_steps,
-                partition_id=PARTITION,
-                batch_size=batch_size,
-            )
+            with self._partial.recording(miss):
+                for held in self._held:
+                    self._submit_unfinished(miss.key, held)
+                self._held.clear()
+                batch, metrics = self._sample(
+                    global_steps=self.global_steps,
+                    partition_id=PARTITION,
+                    batch_size=batch_size,
+                )
         finally:
-            self._generating = False
-        self._record(key, batch, metrics, time.perf_counter() - started)
+            self._generating = None
+        self._record(miss, batch, metrics, time.perf_counter() - started)
         return batch, metrics
 
-    def _record(self, key: RolloutKey, batch: KVBatchMeta, metrics: dict[str, Any], seconds: float) -> None:
-        uids = [sampled.Trajectory.parse(key).uid for key in batch.keys]
-        places = self._in_flight.places(uids)
-        covered = self.rollout_skip.covers(key)
-        dump = covered and self.rollout_skip.will_dump(key)
-        gone = sorted(set(places))
-        fields: TensorDict | None = None
-        inputs: TensorDict | None = None
-        failure: RolloutSkipError | None = None
-        try:
-            gone = self._in_flight.gone(uids, sampled.waiting_prompts())
-            fields, partial = sampled.fetch(batch, None if dump else self._needed_fields(covered))
-            if dump:
-                drawn = [prompt.digest for prompt in self._in_flight.drawn]
-                reported = asynchronous.joined(self._prepared, metrics)
-                sampled.pack(fields, batch, places, sampled.Sample(drawn, gone, reported, partial))
-                inputs = self._in_flight.rows(places)
-        except RolloutSkipError as error:
-            failure = error
-        if covered:
-            self._step_metrics.append(self.rollout_skip.record(key, fields, inputs, seconds, dump, failure))
-        else:
-            self.rollout_skip.pass_by(key, fields, failure)
-        if covered and fields is not None:
-            self._log_samples(fields)
-        self._in_flight.settle(gone)
-        self._prepared = {}
+    def _submit_unfinished(self, key: RolloutKey, batch: TensorDict) -> int:
+        """Submit the prompts of a batch that no earlier training has finished."""
+        others = self._partial.put_back(key, batch)
+        if others is not None:
+            super()._submit_batch_to_rollout(others)
+        return len(batch)
 
-    def _needed_fields(self, covered: bool) -> tuple[str, ...]:
-        """What is looked at in a rollout that is not dumped."""
-        shows_samples = covered and self._samples.is_on and self._last_key.gen_batch == 0
+    def _record(self, miss: Miss, batch: KVBatchMeta, metrics: dict[str, Any], seconds: float) -> None:
+        """Read a sample: a large one while the training continues, unless the training might change its rows."""
+        reported = asynchronous.combine_metrics(self._prepared, metrics)
+        self._prepared = {}
+        is_reading = self._reader.start(miss, batch, reported, seconds, self._needed_fields(miss))
+        if not (is_reading and self._keeps_sampled_rows):
+            self._finish_reading()
+
+    def _finish_reading(self) -> None:
+        """Wait until the sample is read, and record it. Call this before its rows change or are removed."""
+        read = self._reader.finish()
+        if read is None:
+            return
+        miss, batch, generated = read
+        self._step_metrics.append(self.rollout_skip.record(miss, generated))
+        if miss.is_covered and generated.failure is None:
+            self._log_samples(miss.key, batch, generated.batch if isinstance(generated.batch, TensorDict) else None)
+
+    def _compute_reward_colocate(self, batch: KVBatchMeta, metrics: dict[str, Any] | None = None) -> KVBatchMeta:
+        self._finish_reading()  # this adds rewards to the rows
+        return super()._compute_reward_colocate(batch, metrics)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        self._finish_reading()  # rejection sampling changes the response mask
+        return super()._compute_advantage(batch, metrics)
+
+    def _needed_fields(self, miss: Miss) -> tuple[str, ...]:
+        """The fields to fetch for a rollout that is not dumped."""
+        shows_samples = miss.is_covered and self._samples.is_on and miss.key.gen_batch == 0
         return (*LEARNED_FROM, "prompts") if shows_samples else LEARNED_FROM
 
-    def _log_samples(self, batch: TensorDict) -> None:
-        if self._last_key.gen_batch == 0:
-            self._samples.log(self._last_key.step, batch, self.tokenizer)
+    def _log_samples(self, key: RolloutKey, batch: KVBatchMeta, rows: TensorDict | None) -> None:
+        """Log some rows of a batch; ``rows`` are its rows, or None if they are only in TransferQueue."""
+        if key.gen_batch != 0 or not self._samples.is_on:
+            return
+        if rows is None:
+            shown = self._samples.shown_rows(len(batch.keys))
+            keys, tags = [batch.keys[row] for row in shown], [batch.tags[row] for row in shown]
+            meta = KVBatchMeta(partition_id=PARTITION, keys=keys, tags=tags)
+            try:
+                rows, _ = queue.fetch(meta, (*LEARNED_FROM, "prompts"))
+            except QueueError as error:
+                logger.warning("step %d: no sample rows are logged: %s", key.step, error)
+                return
+        self._samples.log(key.step, rows, self.tokenizer)
 
-    # The course of a training
+    # The rest of a training
+
+    @property
+    def _rollout_call(self) -> str:
+        return "self.replay_buffer.sample"
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
         if self._is_on:
             trainer = self.config.trainer
-            in_data = self.steps_per_epoch * trainer.total_epochs
-            last = min(self.total_training_steps, in_data)
+            steps_in_data = self.steps_per_epoch * trainer.total_epochs
+            last = min(self.total_training_steps, steps_in_data)
             steps = TrainingSteps(last, find_checkpoint(trainer))
             check_steps(self.rollout_skip, steps, self.parameter_sync_step)
             if not self._is_sync:
@@ -316,6 +360,16 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
                 if hasattr(self, manager):
                     setattr(self, manager, NoReplicas())
 
+    def _close_recording(self) -> None:
+        try:
+            self._finish_reading()
+        finally:
+            try:
+                self._loader.clear_all()
+            finally:
+                super()._close_recording()
+                self._partial.close()
+
     def _validate(self) -> dict[str, float]:
         if self._weight_sync is None:
             return super()._validate()
@@ -323,17 +377,17 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
             return super()._validate()
 
     def _save_checkpoint(self) -> None:
-        with self._push_back.undrawn(self.train_dataloader):
+        if not self._is_sync:
+            self._loader.clear_all()  # the checkpoint of an asynchronous training contains what is in TransferQueue
+        with self._push_back.rewound(self.train_dataloader):
             super()._save_checkpoint()
+        if not self._is_sync and self._last_key is not None:
+            self.rollout_skip.prefetch_after(self._last_key)
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> KVBatchMeta:
         self._step_metrics = []
         batch: KVBatchMeta = super().step(metrics, timing_raw)
-        if self._is_on and self._last_key.step != self.global_steps:
-            raise InertError(
-                f"Step {self.global_steps} went by without a sample of "
-                f"{type(self.replay_buffer).__name__} through {type(self).__name__}, so "
-                "nothing is recorded or replayed: its loop samples in another way than by self.replay_buffer.sample."
-            )
+        self._finish_reading()
+        self._check_rollout_step(self.global_steps)
         metrics.update(of_step(self._step_metrics))
         return batch

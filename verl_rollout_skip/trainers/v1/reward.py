@@ -1,7 +1,7 @@
-"""``reward: recompute`` on V1: recorded responses are scored by the workers that score generated ones, in the same way.
+"""``reward: recompute`` in V1: the reward workers score recorded responses as they score generated ones.
 
-verl scores a session as soon as it has ended, all of its outputs at once. With a colocated reward model it scores after
-the sample; then recorded rewards are only taken out of its way here.
+verl scores a session when it ends, all of its outputs at once. A colocated reward model scores after the sample; in
+that case, the recorded rewards are only removed here.
 """
 
 from __future__ import annotations
@@ -16,42 +16,41 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 
-from verl_rollout_skip.config import BLOCK, SkipConfig
+from verl_rollout_skip.config.modes import Reward
+from verl_rollout_skip.config.skip_config import BLOCK, SkipConfig
 from verl_rollout_skip.errors import ConfigError, UnsupportedBatchError
-from verl_rollout_skip.modes import Reward
-from verl_rollout_skip.trainers.v1.sampled import INDEX, SESSION, stack
+from verl_rollout_skip.trainers.v1.transfer.rows import INDEX, SESSION, stack
 
 if TYPE_CHECKING:
     from verl import DataProto
 
 SCORES, EXTRA_FIELDS, EXTRAS = "rm_scores", "extra_fields", "reward_extra_info"
-# Among the metrics of an agent loop: how long its reward function took.
+# The metric of an agent loop that says how long the reward function took.
 _TIMING = "compute_score"
 _FILTER = "algorithm.filter_groups.enable"
-# What verl passes to an agent loop beside the columns of the data.
-_OF_THE_SESSION = ("session_id", "global_steps")
+# The columns that verl passes to an agent loop in addition to those of the data.
+_SESSION_COLUMNS = ("session_id", "global_steps")
 
 
 def check_settings(settings: SkipConfig, config: DictConfig) -> None:
-    """Refuse what cannot be exact: which groups are kept depends on the rewards that they got then."""
+    """Reject ``recompute`` with a group filter: the recorded groups were selected by their recorded rewards."""
     if settings.reward is Reward.RECOMPUTE and OmegaConf.select(config, _FILTER):
         raise ConfigError(
-            f"{BLOCK}.reward is 'recompute' and {_FILTER} is True: recorded are the groups that were kept because of "
-            f"their rewards, and today's reward function would have kept others. Use {BLOCK}.reward=recorded, or "
-            "record anew."
+            f"{BLOCK}.reward is 'recompute' and {_FILTER} is True: only groups that were kept because of their rewards "
+            f"are recorded, and the current reward function might have kept others. Use {BLOCK}.reward=recorded, or "
+            "record again."
         )
 
 
 def recompute_rewards(batch: TensorDict, inputs: TensorDict, trainer: Any) -> None:
-    """Put today's rewards into a loaded rollout. Those of a colocated reward model are left to verl, which computes
-    them after the sample."""
+    """Replace the rewards of a loaded rollout. verl computes those of a colocated reward model after the sample."""
     rows = _Rows(batch, inputs)
     sessions = list(rows.sessions().values())
-    if SCORES in batch.keys():  # noqa: SIM118 - a TensorDict is no dict
+    if SCORES in batch.keys():  # noqa: SIM118 - a TensorDict is not a dict
         _check_scored_by_function(rows, sessions)
     workers = trainer.get_reward_handles()
     if workers is None:
-        _take_out(batch, rows)
+        _remove_rewards(batch, rows)
         return
     calls = zip(itertools.cycle(workers), sessions, strict=False)
     results = ray.get([worker.compute_score.remote(rows.of(session)) for worker, session in calls])
@@ -66,19 +65,19 @@ def recompute_rewards(batch: TensorDict, inputs: TensorDict, trainer: Any) -> No
     batch.set(EXTRA_FIELDS, stack(extra_fields))
 
 
-def _take_out(batch: TensorDict, rows: _Rows) -> None:
-    """Leave a rollout as one whose rewards are not computed yet."""
+def _remove_rewards(batch: TensorDict, rows: _Rows) -> None:
+    """Turn a rollout into one whose rewards have not been computed yet."""
     if SCORES in batch.keys():  # noqa: SIM118
         del batch[SCORES]
     batch.set(EXTRA_FIELDS, stack([_without_extras(fields) for fields in rows.column(EXTRA_FIELDS)]))
 
 
 def _check_scored_by_function(rows: _Rows, sessions: list[list[int]]) -> None:
-    """verl scores the last output of a session, and notes how long that took, unless its agent loop did."""
+    """Raise if an agent loop scored a session itself. Otherwise verl scored its last output, and recorded the time."""
     for session in sessions:
         if _TIMING not in rows.column("metrics")[session[-1]]:
             raise UnsupportedBatchError(
-                f"{BLOCK}.reward is 'recompute', and row {session[-1]} got its reward from its agent loop, not from a "
+                f"{BLOCK}.reward is 'recompute', but row {session[-1]} got its reward from its agent loop, not from a "
                 f"reward function (its metrics have no {_TIMING!r}), so it cannot be computed from the response. Use "
                 f"{BLOCK}.reward=recorded."
             )
@@ -89,7 +88,7 @@ def _without_extras(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Rows:
-    """The rows of a recorded batch as an agent loop has them when it asks for a score."""
+    """The rows of a recorded batch, in the form in which an agent loop sends them for scoring."""
 
     def __init__(self, batch: TensorDict, inputs: TensorDict) -> None:
         self._batch = batch
@@ -103,7 +102,7 @@ class _Rows:
         return self._columns[name]
 
     def sessions(self) -> dict[tuple[str, int], list[int]]:
-        """The rows of each session in the order of its outputs."""
+        """The rows of each session, in the order of its outputs."""
         found: dict[tuple[str, int], list[int]] = {}
         indexes = self._batch[INDEX].tolist()
         for row in sorted(range(len(indexes)), key=lambda row: indexes[row]):
@@ -111,7 +110,7 @@ class _Rows:
         return found
 
     def of(self, session: list[int]) -> DataProto:
-        """One session, as ``AgentLoopWorker._compute_score`` sends it to be scored."""
+        """One session, in the form in which ``AgentLoopWorker._compute_score`` sends it for scoring."""
         from verl import DataProto
 
         tokens = {name: [self.column(name)[row] for row in session] for name in ("prompts", "responses", "input_ids")}
@@ -119,7 +118,7 @@ class _Rows:
         tokens["attention_mask"] = [torch.ones_like(ids) for ids in tokens["input_ids"]]
         padded = {name: pad_sequence(rows, batch_first=True, padding_value=0) for name, rows in tokens.items()}
         last, count = session[-1], len(session)
-        names = [*self._given, *(name for name in _OF_THE_SESSION if name in self._batch.keys())]  # noqa: SIM118
+        names = [*self._given, *(name for name in _SESSION_COLUMNS if name in self._batch.keys())]  # noqa: SIM118
         extras = [_without_extras(self.column(EXTRA_FIELDS)[row]) for row in session]
         return DataProto(
             batch=TensorDict(padded, batch_size=count),

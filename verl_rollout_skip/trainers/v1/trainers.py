@@ -1,4 +1,4 @@
-"""verl's V1 trainers with recorded rollouts, ready to be named by ``trainer.v1.trainer_mode``."""
+"""verl's V1 trainers with recorded rollouts, registered as values of ``trainer.v1.trainer_mode``."""
 
 from __future__ import annotations
 

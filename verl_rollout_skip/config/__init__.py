@@ -1,0 +1,1 @@
+"""The ``rollout_skip`` block of a training's configuration: parsing, validation, and the enums of its values."""

@@ -1,0 +1,1 @@
+"""Moves rollouts between TransferQueue and the store."""
