@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import time
 from typing import Any
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> dict[str, float]:
+async def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> dict[str, float]:
     while int(ground_truth) % 3 == 0 and os.path.exists(os.environ["SLOW_REWARD"]):
-        time.sleep(0.1)
+        await asyncio.sleep(0.1)  # without a thread, of which verl has only a few
     right = float(solution_str.strip() == ground_truth)
     return {"score": right, "acc": right}

@@ -39,10 +39,10 @@ def finished_prompts(dumps: Path) -> int:
     return 0
 
 
-@pytest.mark.parametrize("tasks", ["on", "off"])
 def test_a_killed_training_continues_its_step_with_the_prompts_that_were_not_finished(
-    trainings: Trainings, tmp_path: Path, tasks: str
+    trainings: Trainings, tmp_path: Path
 ) -> None:
+    """Tasks write what the killed training generates, and the driver reads it in the next one."""
     waiting = tmp_path / "waiting"
     waiting.touch()
     dumps = tmp_path / "dumps"
@@ -50,12 +50,12 @@ def test_a_killed_training_continues_its_step_with_the_prompts_that_were_not_fin
         f"trainer.total_training_steps={STEPS}",
         f"trainer.save_freq={STEPS}",
         f"reward.custom_reward_function.path={ROOT}/tests/e2e/slow_reward.py",
-        f"+rollout_skip.tasks={tasks}",
         "+rollout_skip.partial_every=0.5",
     )
+    by_tasks, by_driver = ["+rollout_skip.tasks=on"], ["+rollout_skip.tasks=off"]
     slow = replace(VERL_V1, env={"SLOW_REWARD": str(waiting)})
     crashed = trainings.run_until(
-        slow, f"crashed-{tasks}", lambda _: finished_prompts(dumps) >= 3, *settings, *skip_v1("cache", dumps)
+        slow, "crashed", lambda _: finished_prompts(dumps) >= 3, *settings, *by_tasks, *skip_v1("cache", dumps)
     )
     finished = finished_prompts(dumps)
     assert 3 <= finished < PROMPTS
@@ -63,7 +63,7 @@ def test_a_killed_training_continues_its_step_with_the_prompts_that_were_not_fin
     assert len(crashed.trace("generate")) == PROMPTS * SAMPLES
 
     waiting.unlink()
-    continued = trainings.run(slow, f"continued-{tasks}", *settings, *skip_v1("cache", dumps))
+    continued = trainings.run(slow, "continued", *settings, *by_driver, *skip_v1("cache", dumps))
     assert continued.trace("generate").count(0) == (PROMPTS - finished) * SAMPLES
     assert any(f"{finished} of {PROMPTS} prompts were generated before" in message for message in continued.messages)
     assert continued.hits() == []
@@ -72,7 +72,7 @@ def test_a_killed_training_continues_its_step_with_the_prompts_that_were_not_fin
     assert len(rows) == PROMPTS * SAMPLES
     assert all(right_pair(row) for row in rows)
 
-    replayed = trainings.run(slow, f"replayed-{tasks}", *settings, *skip_v1("replay", dumps))
+    replayed = trainings.run(slow, "replayed", *settings, *by_tasks, *skip_v1("replay", dumps))
     assert replayed.hits() == [1, 2]
     assert_same_results(continued, replayed)
     assert_same_weights(continued, replayed, STEPS)

@@ -1,4 +1,4 @@
-"""Processes are killed at random moments while samples are recorded and loaded: nothing that was committed is lost."""
+"""Drivers and tasks are killed at random moments of recording and loading. Nothing that was committed is lost."""
 
 from __future__ import annotations
 
@@ -13,44 +13,11 @@ import psutil
 import pytest
 from tensordict import TensorDict
 
-from tests.trainers.v1.training import Engine, Trainings, hits, transfer_queue
-from tests.trainers.v1.transfer.cluster import cluster
-from verl_rollout_skip import RolloutKey, RolloutStore
-from verl_rollout_skip.runs.paths import PARTIAL
-from verl_rollout_skip.trainers.v1.transfer.partial import _GROUPS, Groups
+from tests.trainers.v1.training import Trainings, hits, transfer_queue
+from tests.trainers.v1.transfer.storms import LAST, SETTINGS, SlowEngine, committed
+from verl_rollout_skip import RolloutKey
 
 pytestmark = pytest.mark.slow
-
-LAST = 6
-SETTINGS = (
-    "+rollout_skip.tasks=on",
-    "+rollout_skip.part_bytes=1500",
-    "+rollout_skip.partial_every=0.05",
-    f"trainer.total_training_steps={LAST}",
-)
-
-
-class SlowEngine(Engine):
-    """Takes a while for each prompt, so that a training can be killed in between."""
-
-    def generate_sequences(self, batch: TensorDict) -> None:
-        for row in range(len(batch)):
-            time.sleep(0.1)
-            super().generate_sequences(batch[[row]])
-
-
-def committed(trainings: Trainings) -> set[RolloutKey]:
-    """The recorded steps. Each of them, and each partial one, can be read."""
-    found: set[RolloutKey] = set()
-    for manifest in trainings.dumps.glob("*/*/manifest.json"):
-        store, partial = RolloutStore(manifest.parent), RolloutStore(manifest.parent / PARTIAL)
-        for key in store:
-            store.verify(key)
-        for key in partial:
-            record = partial.verify(key)
-            Groups.parse(record.parts, record.info[_GROUPS])
-        found |= set(store.keys())
-    return found
 
 
 def train(folder: Path, started: Path) -> None:
@@ -152,27 +119,3 @@ def test_killed_tasks_are_run_again(tmp_path: Path) -> None:
             if len(killed) >= 25:
                 break
     assert len(killed) >= 25
-
-
-@pytest.mark.timeout(900)
-def test_nodes_that_die_at_random_moments_cost_at_most_their_dumps(tmp_path: Path) -> None:
-    rng = random.Random(16)
-    with cluster() as nodes:
-        for attempt in range(10):
-            trainings = Trainings(tmp_path / str(attempt))
-            nodes.add()
-            timer = threading.Timer(rng.uniform(0.5, 5), nodes.kill_last)
-            if attempt % 2:
-                timer.start()
-            try:
-                recorded = trainings.train("cache", *SETTINGS, engine=SlowEngine())
-                if not attempt % 2:
-                    timer.start()
-                again = trainings.train("cache", *SETTINGS)
-            finally:
-                timer.join()
-            missing = recorded.rollout_skip.statistics.dump_failures
-            assert len(committed(trainings)) == LAST
-            assert len(hits(again)) == LAST - missing
-            assert all(again.trained[step - 1] == recorded.trained[step - 1] for step in hits(again))
-            assert again.left_over == recorded.left_over == []
