@@ -81,8 +81,8 @@ def cluster() -> Iterator[Nodes]:
         try:
             tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": UNITS}}}))
             yield nodes
-            tq.close()
         finally:
+            tq.close()
             nodes.shut_down()
             os.environ.pop("RAY_TMPDIR")
             if before is not None:
