@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 
-from verl_rollout_skip.config.modes import Mode, Reward
+from verl_rollout_skip.config.modes import Mode, Reward, Tasks
 from verl_rollout_skip.config.skip_config import BLOCK, SkipConfig, remove_skip_keys
 from verl_rollout_skip.errors import ConfigError, MismatchError
 from verl_rollout_skip.replay.steps import TrainingSteps, check_steps, find_checkpoint, first_step
@@ -36,10 +36,10 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         config: DictConfig = kwargs["config"] if "config" in kwargs else args[0]
         settings = SkipConfig.from_config(config)
         if settings.mode is not Mode.OFF:
-            if settings.tasks:
+            if settings.tasks is Tasks.ON:
                 raise ConfigError(
-                    f"{BLOCK}.tasks is true, but only V1 trainers keep rollouts in TransferQueue, where tasks can read "
-                    f"them. Set {BLOCK}.tasks=false."
+                    f"{BLOCK}.tasks is 'on', but only V1 trainers keep rollouts in TransferQueue, where tasks can read "
+                    f"them. Set {BLOCK}.tasks=auto."
                 )
             config = _as_v0(config)
         self._open_rollout_skip(config, compat.check_trainer)
