@@ -39,7 +39,7 @@ SEPARATE = (
     "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tests.e2e.weights_by_file",
 )
-# With a lower level verl 0.9.1 stumbles over one of its own messages where there are no hybrid replicas.
+# At a lower log level, one of verl 0.9.1's own log messages fails if there are no hybrid replicas.
 QUIET_V1 = replace(VERL_V1, env={"VERL_LOGGING_LEVEL": "WARNING"})
 
 
@@ -71,7 +71,7 @@ def test_a_replay_without_servers_is_the_recorded_training_to_the_last_bit(
         *COMMON,
         *settings,
         *skip_v1("replay", tmp_path, mode),
-        "ray_kwargs.ray_init.num_gpus=1",  # none is left for servers of their own
+        "ray_kwargs.ray_init.num_gpus=1",  # no GPU is left for separate servers
         *(("trainer.resume_mode=resume_path", resume) if start > 1 else ()),
     )
     steps = list(range(start, STEPS + 1))

@@ -39,12 +39,12 @@ class EntryPoint:
 
 PPO = EntryPoint("recipes.ppo.main_ppo", "ppo_cpu", ("trainer.use_v1=False",))
 DAPO = EntryPoint("recipes.dapo.main_dapo", "dapo_cpu", ("trainer.use_v1=False",))
-# verl's own entry point: of this package only the plugin takes part, and the trainer that trainer_mode names.
+# verl's own entry point: only this package's plugin and the trainer that trainer_mode names are involved.
 CONFIGS = f"--config-dir={ROOT}/recipes/cpu/config"
 VERL_V0 = EntryPoint("verl.trainer.main_ppo", "cpu_trainer", ("trainer.use_v1=False",), (CONFIGS,))
 VERL_V1 = EntryPoint("verl.trainer.main_ppo", "cpu_trainer", ("trainer.use_v1=True",), (CONFIGS,))
 
-# The order in which responses finish differs from run to run with two of them.
+# With two of them, the order in which responses finish varies from run to run.
 TWO_AGENT_LOOPS = "actor_rollout_ref.rollout.agent.num_workers=2"
 
 

@@ -1,4 +1,4 @@
-"""Data that a sampler returns besides the rows, fields read from TransferQueue, and a TransferQueue that fails."""
+"""Data that a sampler returns with the rows, fields read from TransferQueue, and a TransferQueue that fails."""
 
 from __future__ import annotations
 

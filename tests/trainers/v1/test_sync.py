@@ -249,7 +249,7 @@ def test_a_changed_seed_temperature_or_dataset_is_never_a_hit(after_recording: T
     other = after_recording.train("cache", "trainer.total_training_steps=1", *overrides)
     assert hits(other) == []
     assert len(other.engine.prompts) == PROMPTS
-    assert len(list(after_recording.dumps.glob("*/*/manifest.json"))) == 2, "not a variant of its own"
+    assert len(list(after_recording.dumps.glob("*/*/manifest.json"))) == 2, "not a separate variant"
 
 
 def test_the_recorded_batch_can_replace_other_prompts(after_recording: Trainings, recorded: Any) -> None:
@@ -323,7 +323,7 @@ def test_a_v0_training_rejects_a_rollout_of_a_v1_trainer_with_the_reason(
         skip.step(RolloutKey(1), rollout_input(18), _never)
 
 
-def test_a_loop_that_samples_in_another_way_is_an_error(trainings: Trainings) -> None:
+def test_a_loop_that_samples_differently_is_an_error(trainings: Trainings) -> None:
     class OwnLoop(SyncTrainer):
         def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:
             self._held.clear()
@@ -363,7 +363,7 @@ def test_an_untested_version_of_verl_records_and_replays_with_one_warning(
     assert trainings.train("replay").trained == recorded.trained
 
 
-def test_a_trajectory_whose_prompt_was_submitted_in_another_way_is_an_error(trainings: Trainings) -> None:
+def test_a_trajectory_whose_prompt_was_submitted_differently_is_an_error(trainings: Trainings) -> None:
     class OwnPrompts(SyncTrainer):
         def _add_batch_to_generate(self) -> None:
             batch = self._next_train_batch()

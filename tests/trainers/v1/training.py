@@ -1,8 +1,8 @@
 """V1 trainings without models: verl's own ``fit``, replay buffer, dataloader and TransferQueue, on a real Ray.
 
-What needs a GPU is left out: no worker computes or updates anything, and instead of agent loops and servers an engine
-answers at once, with groups of unequal size, several outputs a session, failed sessions and an order that differs from
-run to run. A training keeps what each of its updates got to see.
+What needs a GPU is left out: no worker computes or updates anything, and an engine that responds immediately replaces
+agent loops and servers, with groups of unequal size, several outputs per session, failed sessions and an order that
+varies from run to run. A training keeps the data that each update saw.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rewards(Enum):
 
 @dataclass
 class Engine:
-    """Responds at once. A response depends only on the prompt, the sample and the version of the weights."""
+    """Responds immediately. A response depends only on the prompt, the sample and the version of the weights."""
 
     rewards: Rewards = Rewards.BY_FUNCTION
     version: int = 0

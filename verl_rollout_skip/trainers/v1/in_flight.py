@@ -53,7 +53,7 @@ class PromptRows:
     names: list[str]
 
     def select(self, positions: Iterable[int]) -> PromptRows:
-        """Only the prompts at these positions, with their own tensors: a view would be sent with all that it views."""
+        """Only the prompts at these positions, with copied tensors: sending a view would send its whole storage."""
         return PromptRows({position: _own(self.prompts[position]) for position in set(positions)}, self.names)
 
     def rows(self, positions: Iterable[int]) -> TensorDict:
@@ -68,7 +68,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._prompts: list[Prompt] = []
-        self._old = 0
+        self._drawn_before = 0
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -76,7 +76,7 @@ class InFlight:
     @property
     def drawn(self) -> list[Prompt]:
         """The prompts drawn since the last sample."""
-        return self._prompts[self._old :]
+        return self._prompts[self._drawn_before :]
 
     def add(self, batch: TensorDict) -> None:
         """Add prompts that were just drawn, as the dataloader returns them, with their uids."""
@@ -86,7 +86,7 @@ class InFlight:
         """Add prompts that were in flight when the checkpoint of this training was saved."""
         if batch is not None:
             self.add(batch)
-        self._old = len(self._prompts)
+        self._drawn_before = len(self._prompts)
 
     def remove_last(self, count: int) -> None:
         """Remove the ``count`` prompts that were added last."""
@@ -99,12 +99,12 @@ class InFlight:
             return [position_of[uid] for uid in uids]
         except KeyError as error:
             raise InertError(
-                f"A trajectory was sampled whose prompt {error} did not pass through _submit_batch_to_rollout of this "
-                "trainer: the trainer generates in another way, so a recording could not be replayed."
+                f"The prompt {error} of a sampled trajectory did not pass through _submit_batch_to_rollout of this "
+                "trainer. The trainer generates some other way, so a recording could not be replayed."
             ) from None
 
     def known(self, uids: Collection[str]) -> list[tuple[str, int]]:
-        """Those of some uids that belong to prompts in flight, with the positions of the prompts."""
+        """The given uids that belong to prompts in flight, with the positions of the prompts."""
         return [(prompt.uid, position) for position, prompt in enumerate(self._prompts) if prompt.uid in uids]
 
     def digests(self, positions: Iterable[int]) -> list[str]:
@@ -136,7 +136,7 @@ class InFlight:
         """Remove the prompts that a sample took or dropped. The others no longer count as newly drawn."""
         leaving = set(gone)
         self._prompts = [prompt for position, prompt in enumerate(self._prompts) if position not in leaving]
-        self._old = len(self._prompts)
+        self._drawn_before = len(self._prompts)
 
 
 def _own(row: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _own(row: dict[str, Any]) -> dict[str, Any]:
 
 def _rows(batch: TensorDict) -> list[dict[str, Any]]:
     columns: dict[str, list[Any]] = {}
-    for name in batch.keys():  # noqa: SIM118 - iterating a TensorDict walks its rows
+    for name in batch.keys():  # noqa: SIM118 - iterating over a TensorDict yields its rows
         column = batch.get(name)
         if name == _SUBMITTED_AT:
             continue
@@ -159,6 +159,6 @@ def _rows(batch: TensorDict) -> list[dict[str, Any]]:
 def _column(found: list[Any]) -> Any:
     if all(isinstance(cell, torch.Tensor) for cell in found):
         return torch.stack(found)
-    # tensordict spends most of its time wrapping cells, and the rows of a prompt share theirs.
+    # tensordict spends most of its time wrapping cells, and rows of the same prompt share cells.
     wrapped = {id(cell): NonTensorData(cell) for cell in found}
     return NonTensorStack.from_list([wrapped[id(cell)] for cell in found])

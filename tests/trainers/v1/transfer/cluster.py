@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on one machine. A node may have a disk of its own where the others share a folder."""
+"""A Ray cluster of several nodes on one machine. A node may have its own disk where the others share a folder."""
 
 from __future__ import annotations
 

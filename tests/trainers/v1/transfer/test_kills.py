@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def train(folder: Path, started: Path) -> None:
-    """Run a training with a Ray of its own. It creates ``started`` when its first step begins to generate."""
+    """Run a training with its own Ray instance. It creates ``started`` when its first step begins to generate."""
 
     class Reports(SlowEngine):
         def generate_sequences(self, batch: TensorDict) -> None:

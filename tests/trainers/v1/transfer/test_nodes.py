@@ -84,7 +84,7 @@ def test_every_node_reads_and_writes_a_shared_folder(
 
 
 @needs_own_disks
-def test_a_node_with_a_disk_of_its_own_neither_reads_nor_writes(
+def test_a_node_with_its_own_disk_neither_reads_nor_writes(
     nodes: Nodes, trainings: Trainings, used: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     trainings.dumps.mkdir()

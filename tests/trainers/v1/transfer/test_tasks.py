@@ -414,7 +414,7 @@ class Unstorable(Engine):
         return outputs
 
 
-def test_a_sample_that_cannot_be_stored_is_a_failed_dump_and_the_training_goes_on(
+def test_a_sample_that_cannot_be_stored_is_a_failed_dump_and_the_training_continues(
     trainings: Trainings, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained = trainings.train("cache", *TASKS, engine=Unstorable())
