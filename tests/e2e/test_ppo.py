@@ -69,7 +69,7 @@ def test_a_replay_starts_no_engine_and_is_the_recorded_training_to_the_last_bit(
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
     replayed = trainings.run(PPO, "replay", *GRPO, *skip("replay", dumps))
-    assert recorded.actors >= ENGINE, "these are the names that must not be seen in a replay"
+    assert recorded.actors >= ENGINE, "the engine's actors have other names now"
     assert "WorkerDict" in replayed.actors
     assert not ENGINE & replayed.actors
     assert replayed.hits() == [1, 2, 3, 4]
@@ -147,7 +147,7 @@ def test_a_manifest_continues_from_a_checkpoint_and_refuses_another_model(
 
 @pytest.mark.slow
 def test_recording_changes_nothing(trainings: Trainings, recorded: Finished) -> None:
-    """verl's own trainer computes the same, even if responses finish in a different order."""
+    """verl's own trainer computes the same results, even if responses finish in a different order."""
     plain = trainings.run(VERL_V0, "verl", *GRPO, TWO_AGENT_LOOPS)
     assert recorded.hits() == []
     assert plain.trace("generate") == recorded.trace("generate")

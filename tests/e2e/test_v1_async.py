@@ -20,7 +20,7 @@ from verl_rollout_skip import RolloutKey, RolloutStore
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-# verl's replay buffer instead of the one of recipes/cpu: trajectories come as they finish.
+# verl's replay buffer instead of the one in recipes/cpu: trajectories are sampled as they finish.
 OWN_BUFFER = "trainer.v1.sampler.custom_sampler.path=null"
 # Ray tasks move the samples, in many parts.
 TASKS = ("+rollout_skip.tasks=on", "+rollout_skip.part_bytes=4000")
@@ -46,7 +46,7 @@ QUIET_V1 = replace(VERL_V1, env={"VERL_LOGGING_LEVEL": "WARNING"})
 @pytest.mark.parametrize(
     ("mode", "settings", "gpus", "updates", "start"),
     [("skip_colocate_async", COLOCATE, 1, 1, 2), ("skip_separate_async", SEPARATE, 2, 2, 1)],
-    ids=["colocate with critic and reference from a checkpoint on", "separate"],
+    ids=["colocate, with critic and reference, from a checkpoint", "separate"],
 )
 def test_a_replay_without_servers_is_the_recorded_training_to_the_last_bit(
     trainings: Trainings, tmp_path: Path, mode: str, settings: tuple[str, ...], gpus: int, updates: int, start: int

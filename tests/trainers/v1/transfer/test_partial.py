@@ -138,7 +138,7 @@ def test_a_later_step_continues_after_the_loaded_ones(trainings: Trainings) -> N
     check_pairs(again, step=3)
 
 
-def test_it_continues_after_several_crashes(trainings: Trainings) -> None:
+def test_a_step_continues_after_several_crashes(trainings: Trainings) -> None:
     first = train_and_die(trainings, finished=2)
     second = train_and_die(trainings, finished=2)
     third = trainings.train("cache", *SETTINGS)
@@ -243,7 +243,7 @@ def test_record_and_refresh_generate_every_prompt(trainings: Trainings) -> None:
         assert len(again.engine.asked(0)) == PROMPTS
 
 
-def test_null_turns_it_off(trainings: Trainings) -> None:
+def test_partial_every_null_records_no_finished_prompts(trainings: Trainings) -> None:
     with pytest.raises(Dies):
         trainings.train("cache", *SETTINGS, "rollout_skip.partial_every=null", engine=DiesEarly(trainings, 0))
     assert not list(trainings.dumps.rglob(PARTIAL))
