@@ -99,8 +99,8 @@ class InFlight:
             return [position_of[uid] for uid in uids]
         except KeyError as error:
             raise InertError(
-                f"A trajectory was sampled, but its prompt {error} did not pass through _submit_batch_to_rollout of this "
-                "trainer. The trainer generates some other way, so a recording could not be replayed."
+                f"A trajectory was sampled, but its prompt {error} did not pass through _submit_batch_to_rollout of "
+                "this trainer. The trainer generates some other way, so a recording could not be replayed."
             ) from None
 
     def known(self, uids: Collection[str]) -> list[tuple[str, int]]:
