@@ -68,7 +68,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._prompts: list[Prompt] = []
-        self._drawn_before = 0
+        self._old = 0
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -76,7 +76,7 @@ class InFlight:
     @property
     def drawn(self) -> list[Prompt]:
         """The prompts drawn since the last sample."""
-        return self._prompts[self._drawn_before :]
+        return self._prompts[self._old :]
 
     def add(self, batch: TensorDict) -> None:
         """Add prompts that were just drawn, as the dataloader returns them, with their uids."""
@@ -86,7 +86,7 @@ class InFlight:
         """Add prompts that were in flight when the checkpoint of this training was saved."""
         if batch is not None:
             self.add(batch)
-        self._drawn_before = len(self._prompts)
+        self._old = len(self._prompts)
 
     def remove_last(self, count: int) -> None:
         """Remove the ``count`` prompts that were added last."""
@@ -136,7 +136,7 @@ class InFlight:
         """Remove the prompts that a sample took or dropped. The others no longer count as newly drawn."""
         leaving = set(gone)
         self._prompts = [prompt for position, prompt in enumerate(self._prompts) if position not in leaving]
-        self._drawn_before = len(self._prompts)
+        self._old = len(self._prompts)
 
 
 def _own(row: dict[str, Any]) -> dict[str, Any]:
