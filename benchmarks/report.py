@@ -68,7 +68,7 @@ def summary(batch: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> 
         return min(sample[field] for sample in samples[probe])
 
     def loads(side: str) -> dict[str, float]:
-        # How much memory the host has to provide first varies, so the best sample would be luck.
+        # How much memory the host has to provide first varies, so the best sample would depend on luck.
         fields = ("seconds", "read_seconds", "repeated_seconds", "repeated_read_seconds", "peak_bytes")
         names = (
             "fresh_load_seconds",

@@ -100,7 +100,7 @@ def measure_recording(pairs: int) -> None:
         "recorded_step_s": statistics.median(with_s),
         "other_step_s": statistics.median(without_s),
         "ratio": round(statistics.median(with_s) / statistics.median(without_s), 3),
-        "ratios of neighbours, quartiles": [round(value, 3) for value in statistics.quantiles(ratios, n=4)],
+        "ratios of neighbors, quartiles": [round(value, 3) for value in statistics.quantiles(ratios, n=4)],
     }
     console.print(result)
     write("recording", result)

@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Everything is imported before the rights are given up: the interpreter itself may lie where only root can read.
+# Import everything before privileges are dropped: the interpreter may be in a folder that only root can read.
 _AS_NOBODY = """
 import contextlib, io, json, os, sys
 from verl_rollout_skip.cli import main

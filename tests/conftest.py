@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.environment"]
 
-# Before torch, verl and datasets are imported: the tests run on a shared machine and never reach for the network.
+# Before torch, verl and datasets are imported: the tests run on a shared machine and never access the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -37,7 +37,7 @@ def test_every_public_name_can_be_imported(name: str) -> None:
     assert name in dir(verl_rollout_skip)
 
 
-def test_the_mixins_of_both_trainer_families_have_names_of_their_own() -> None:
+def test_the_mixins_of_both_trainer_families_have_separate_names() -> None:
     from verl_rollout_skip.trainers.v0.mixin import RolloutSkipMixin as OfV0
     from verl_rollout_skip.trainers.v1.mixin import RolloutSkipMixin as OfV1
 

@@ -58,7 +58,7 @@ class CorruptEntryError(UnreadableEntryError):
 
 
 class NewerFormatError(UnreadableEntryError):
-    """An entry was written by a later version of this package."""
+    """An entry was written by a newer version of this package."""
 
 
 class OldFormatError(UnreadableEntryError):
@@ -78,7 +78,7 @@ class QueueError(RolloutSkipError):
 
 
 class TaskError(RolloutSkipError):
-    """A Ray task that reads or writes a slice of a rollout failed, even after it was retried."""
+    """A Ray task that reads or writes a slice of a rollout failed, even after retries."""
 
 
 class DumpError(StoreError):

@@ -27,7 +27,7 @@ DATA_SOURCE = "addition"
 MAX_SUM = 9
 HELD_OUT = 11
 
-# The base model's answers: a number within this distance of the sum, then up to this many spaces, each this likely.
+# The base model answers with a number at most SPREAD away from the sum, then up to SPACES spaces.
 SPREAD = 2
 SPACES = 2
 SPACE_PROBABILITY = 0.1
@@ -71,7 +71,7 @@ class Recipe:
 def make_assets(
     folder: str | Path, seed: int = 0, *, data_seed: int | None = None, train_rows: int = 88, val_rows: int = 11
 ) -> Assets:
-    """Create the assets in a folder, unless it has assets with the same parameters; replace those with others.
+    """Create the assets in a folder unless it has them already. Assets with other parameters are replaced.
 
     ``seed`` determines the model and, unless ``data_seed`` is given, the data.
     """
@@ -148,7 +148,7 @@ def _write_model(assets: Assets, recipe: Recipe) -> None:
                 hidden_size=64,
                 intermediate_size=128,
                 num_hidden_layers=2,
-                # 32 dimensions per head: the fewest that vLLM's attention supports on CPU
+                # 32 dimensions per head: the minimum that vLLM's attention supports on CPU
                 num_attention_heads=2,
                 num_key_value_heads=1,
                 max_position_embeddings=256,

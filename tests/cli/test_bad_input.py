@@ -1,7 +1,7 @@
 """Runs every command on common bad input, each in its own process.
 
-A path that is not there, an entry that is broken, a recording of a later version, a folder that may not be read: each
-is one clear line with the exit code of docs/cli.md, never a traceback.
+A missing path, a damaged entry, a recording of a newer version, an unreadable folder: each is one clear line with the
+exit code of docs/cli.md, never a traceback.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def test_too_little_disk_space_is_an_error_before_anything_is_copied(
     disk = small_disk(256 << 10)
     monkeypatch.setattr("verl_rollout_skip.cli.commands.copy.free_bytes", lambda path: disk.free())
     assert main(["copy", str(many), str(disk.path / "copy")]) == 2
-    assert "are free in" in capsys.readouterr().err
+    assert "is free in" in capsys.readouterr().err
     assert not (disk.path / "copy").exists()
 
 

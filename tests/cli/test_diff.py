@@ -179,7 +179,7 @@ def test_a_different_ground_truth_for_the_same_prompt_is_reported(tmp_path: Path
     step = step_of(diff(capsys, a, b))
     assert step["prompts"]["other_inputs"] == 1
     assert main(["diff", str(a), str(b)]) == 1
-    assert "1 row with the same prompt but other inputs that differ" in capsys.readouterr().out
+    assert "1 row with the same prompt but different other inputs" in capsys.readouterr().out
 
 
 def test_two_steps_of_one_variant_can_be_compared(recorded: Training, capsys: Any) -> None:

@@ -34,7 +34,7 @@ from verl_rollout_skip.cli.program import COMMANDS, EXIT_CODES, load_command
 DOCUMENT = ROOT / "docs" / "cli.md"
 BLOCK = re.compile(r"^```console\n(?P<session>.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMES = ("0123456789ab", "ba9876543210")
-ELSEWHERE = {"view": "is a server", "resume": "trains; see its own tests"}
+ELSEWHERE = {"view": "is a server", "resume": "starts a training; has its own tests"}
 
 
 def record(training: Training, tokenizer: Any, steps: range, temperature: float, seed: int) -> Path:

@@ -305,7 +305,7 @@ ODD: dict[str, tuple[dict[Any, Any], dict[Any, Any], str]] = {
     "a column that is a number": ({"a": np.array(5)}, {}, "column a is a ndarray, not an array with rows"),
     "a column that is too short": ({"a": array_of("x", "y", "z")}, {}, "column a has 3 rows instead of 4"),
     "a column without a name": ({5: array_of("x", "y", "z", "w")}, {}, "column 5 is a ndarray"),
-    "a key that is no text": ({}, {5: 1, "a": 2}, ""),
+    "a key that is not a string": ({}, {5: 1, "a": 2}, ""),
     "a number of many bits": ({}, {"n": 1 << 100_000}, ""),
     "a type that cannot be stored": ({"a": array_of(*[{1, 2}] * 4)}, {}, "builtins.set"),
 }

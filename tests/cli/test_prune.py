@@ -484,7 +484,7 @@ def test_leftovers_of_crashed_writers_are_deleted_but_not_those_of_running_ones(
 
 
 def test_a_part_listed_by_a_record_after_planning_is_kept(tmp_path: Path) -> None:
-    """An interrupted copy has left a part when the plan is made, and is completed before the plan is carried out."""
+    """An interrupted copy has left a part when the plan is made, and is completed before the plan is executed."""
     with RolloutStore(tmp_path, background=False) as store:
         store.put(RolloutKey(1), rollout_output(4))
         variant = inspect_variant(str(tmp_path), str(tmp_path), store._storage)

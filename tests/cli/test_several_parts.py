@@ -165,7 +165,7 @@ def test_the_report_is_the_same(folders: tuple[Path, Path]) -> None:
 def test_a_live_view_reads_it(folders: tuple[Path, Path]) -> None:
     follower = Follower(OpenVariant.open(str(folders[1])), Sampling())
     follower.poll()
-    [entry] = json.loads(follower.news(0))["entries"]
+    [entry] = json.loads(follower.changes(0))["entries"]
     assert (entry["broken"], entry["all_groups"], len(entry["groups"])) == (None, PROMPTS, PROMPTS)
 
 

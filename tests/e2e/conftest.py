@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: the model and data, made once, and a starter of trainings per module."""
+"""Fixtures of the end-to-end tests: the model and data, created once, and ``Trainings`` for each module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.training import Trainings
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test may run several trainings, and the first one that needs a fixture waits for its trainings too."""
+    """A test may run several trainings, and the first one that uses a fixture also waits for its trainings."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(1200))
@@ -29,5 +29,5 @@ def trainings(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Trainin
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the recording of a module, from which its tests train again."""
+    """The folder with the recording that the tests of a module load."""
     return tmp_path_factory.mktemp("dumps")

@@ -1,4 +1,4 @@
-"""The PPO recipe with a custom sampler that goes from the end of the data to its beginning."""
+"""The PPO recipe with a custom sampler that returns the data in reverse order."""
 
 from __future__ import annotations
 

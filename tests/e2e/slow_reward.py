@@ -1,4 +1,4 @@
-"""The reward of the arithmetic task, which is not computed for some prompts as long as the file $SLOW_REWARD exists."""
+"""The reward of the arithmetic task. For some prompts, it waits until the file $SLOW_REWARD is removed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from typing import Any
 
 async def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> dict[str, float]:
     while int(ground_truth) % 3 == 0 and os.path.exists(os.environ["SLOW_REWARD"]):
-        await asyncio.sleep(0.1)  # without a thread, of which verl has only a few
+        await asyncio.sleep(0.1)  # asynchronous, because verl has only a few threads
     right = float(solution_str.strip() == ground_truth)
     return {"score": right, "acc": right}

@@ -40,7 +40,7 @@ def test_a_replay_of_every_generation_batch_is_the_recorded_training_to_the_last
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
     counts = gen_batches(recorded)
-    assert max(counts.values()) >= 2, "the test is about steps that take several"
+    assert max(counts.values()) >= 2, "no step took several generation batches"
     expected = [RolloutKey(step, number) for step, count in counts.items() for number in range(count)]
     assert RolloutStore(variant_in(dumps)).keys() == expected
     replayed = trainings.run(DAPO, "replay", *SETTINGS, *skip("replay", dumps))

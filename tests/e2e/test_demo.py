@@ -65,7 +65,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether the process still runs. A zombie has ended; init removes it from the process table when it gets to it."""
+    """Whether the process still runs. A zombie has ended, even if init has not reaped it yet."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

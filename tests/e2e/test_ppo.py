@@ -57,7 +57,7 @@ def test_the_same_training_again_generates_nothing_and_is_the_same_to_the_last_b
     old_keys = ("skip_rollout=True", f"skip_dump_dir={dumps}")
     again = trainings.run(PPO, "cache", *GRPO, *(f"actor_rollout_ref.rollout.{key}" for key in old_keys))
     assert again.trace("generate") == []
-    assert again.trace("sync") == [], "weights were sent to an engine that nobody asked"
+    assert again.trace("sync") == [], "weights were sent to an idle engine"
     assert again.hits() == [1, 2, 3, 4]
     assert_same_results(recorded, again)
     assert_same_weights(recorded, again, STEPS)
@@ -69,7 +69,7 @@ def test_a_replay_starts_no_engine_and_is_the_recorded_training_to_the_last_bit(
     trainings: Trainings, recorded: Finished, dumps: Path
 ) -> None:
     replayed = trainings.run(PPO, "replay", *GRPO, *skip("replay", dumps))
-    assert recorded.actors >= ENGINE, "these are the names that must not be seen in a replay"
+    assert recorded.actors >= ENGINE, "the engine's actors have other names now"
     assert "WorkerDict" in replayed.actors
     assert not ENGINE & replayed.actors
     assert replayed.hits() == [1, 2, 3, 4]
@@ -147,7 +147,7 @@ def test_a_manifest_continues_from_a_checkpoint_and_refuses_another_model(
 
 @pytest.mark.slow
 def test_recording_changes_nothing(trainings: Trainings, recorded: Finished) -> None:
-    """verl's own trainer computes the same, even if responses finish in a different order."""
+    """verl's own trainer computes the same results, even if responses finish in a different order."""
     plain = trainings.run(VERL_V0, "verl", *GRPO, TWO_AGENT_LOOPS)
     assert recorded.hits() == []
     assert plain.trace("generate") == recorded.trace("generate")
@@ -207,7 +207,7 @@ def test_a_broken_entry_and_a_full_disk_are_reported_and_the_training_continues(
         faulty = trainings.run(PPO, "faulty", *GRPO, *skip("cache", tmp_path / "dumps"))
         set_aside = [file for file in variant.glob("step_000002/*") if file.name.endswith(".corrupt")]
     assert faulty.hits() == [1, 3]
-    assert faulty.trace("sync") == [1, 3], "what is missing is generated with the weights of its time"
+    assert faulty.trace("sync") == [1, 3], "missing steps are generated with the weights of that step"
     assert faulty.trace("generate") == [1] * ROWS + [3] * ROWS
     assert faulty.timing("rollout_skip/off_policy") == {1: 0.0, 2: None, 3: 0.0, 4: None}
     assert_same_results(recorded, faulty)

@@ -1,4 +1,4 @@
-"""PPO with a critic, a reference policy and validation, which need more of a step than GRPO."""
+"""PPO with a critic, a reference policy and validation, which use more parts of a step than GRPO."""
 
 from __future__ import annotations
 

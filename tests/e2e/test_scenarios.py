@@ -23,7 +23,7 @@ def run_document(name: str, folder: Path, env: Mapping[str, str]) -> list[str]:
     """Run all bash blocks of a document in one shell, with another ``/tmp``, and return the output of each."""
     lines = ["set -euo pipefail"]
     blocks = [block for block in blocks_of(ROOT / name) if block.language == "bash"]
-    assert blocks[0].text.startswith(ACTIVATE), "the environment is what everything begins with"
+    assert blocks[0].text.startswith(ACTIVATE), "the first block sets up the environment"
     for block in blocks:
         lines += ["echo '=== a block begins'", block.text.replace(ACTIVATE, "").replace("/tmp/", f"{folder}/")]
     done = subprocess.run(

@@ -20,7 +20,7 @@ from verl_rollout_skip import RolloutKey, RolloutStore
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-# verl's replay buffer instead of the one of recipes/cpu: trajectories come as they finish.
+# verl's replay buffer instead of the one in recipes/cpu: trajectories are sampled as they finish.
 OWN_BUFFER = "trainer.v1.sampler.custom_sampler.path=null"
 # Ray tasks move the samples, in many parts.
 TASKS = ("+rollout_skip.tasks=on", "+rollout_skip.part_bytes=4000")
@@ -39,14 +39,14 @@ SEPARATE = (
     "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tests.e2e.weights_by_file",
 )
-# With a lower level verl 0.9.1 stumbles over one of its own messages where there are no hybrid replicas.
+# At a lower log level, one of verl 0.9.1's own log messages fails if there are no hybrid replicas.
 QUIET_V1 = replace(VERL_V1, env={"VERL_LOGGING_LEVEL": "WARNING"})
 
 
 @pytest.mark.parametrize(
     ("mode", "settings", "gpus", "updates", "start"),
     [("skip_colocate_async", COLOCATE, 1, 1, 2), ("skip_separate_async", SEPARATE, 2, 2, 1)],
-    ids=["colocate with critic and reference from a checkpoint on", "separate"],
+    ids=["colocate, with critic and reference, from a checkpoint", "separate"],
 )
 def test_a_replay_without_servers_is_the_recorded_training_to_the_last_bit(
     trainings: Trainings, tmp_path: Path, mode: str, settings: tuple[str, ...], gpus: int, updates: int, start: int
@@ -71,7 +71,7 @@ def test_a_replay_without_servers_is_the_recorded_training_to_the_last_bit(
         *COMMON,
         *settings,
         *skip_v1("replay", tmp_path, mode),
-        "ray_kwargs.ray_init.num_gpus=1",  # none is left for servers of their own
+        "ray_kwargs.ray_init.num_gpus=1",  # no GPU is left for separate servers
         *(("trainer.resume_mode=resume_path", resume) if start > 1 else ()),
     )
     steps = list(range(start, STEPS + 1))

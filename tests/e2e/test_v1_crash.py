@@ -79,7 +79,7 @@ def test_a_killed_training_continues_its_step_with_the_prompts_that_were_not_fin
 
 
 def right_pair(row: str) -> bool:
-    """Whether a row that verl has written has the answer to its own prompt."""
+    """Whether a row that verl wrote has the answer to its own prompt."""
     written = json.loads(row)
     terms = re.search(r"(\d+)\+(\d+)=", written["input"])
     return terms is not None and int(terms[1]) + int(terms[2]) == int(written["gts"])

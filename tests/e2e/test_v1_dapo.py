@@ -39,7 +39,7 @@ def recorded(trainings: Trainings, dumps: Path) -> Finished:
 
 
 def test_recording_changes_nothing(trainings: Trainings, recorded: Finished) -> None:
-    """verl's own trainer computes the same, even if responses finish in a different order."""
+    """verl's own trainer computes the same results, even if responses finish in a different order."""
     plain = trainings.run(VERL_V1, "verl", *DAPO, TWO_AGENT_LOOPS)
     assert sorted(recorded.trace("generate")) == sorted(plain.trace("generate"))
     assert len(recorded.trace("generate")) > STEPS * PROMPTS * SAMPLES, "no group was filtered and replaced"

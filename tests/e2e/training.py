@@ -1,4 +1,4 @@
-"""Real trainings for the end-to-end tests: verl on Ray with FSDP2 and an engine of recipes/cpu, in processes."""
+"""Real trainings for the end-to-end tests: processes that run verl on Ray, FSDP2 and an engine of recipes/cpu."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class EntryPoint:
 
 PPO = EntryPoint("recipes.ppo.main_ppo", "ppo_cpu", ("trainer.use_v1=False",))
 DAPO = EntryPoint("recipes.dapo.main_dapo", "dapo_cpu", ("trainer.use_v1=False",))
-# verl's own entry point: of this package only the plugin takes part, and the trainer that trainer_mode names.
+# verl's own entry point: only this package's plugin and the trainer that trainer_mode names are involved.
 CONFIGS = f"--config-dir={ROOT}/recipes/cpu/config"
 VERL_V0 = EntryPoint("verl.trainer.main_ppo", "cpu_trainer", ("trainer.use_v1=False",), (CONFIGS,))
 VERL_V1 = EntryPoint("verl.trainer.main_ppo", "cpu_trainer", ("trainer.use_v1=True",), (CONFIGS,))
 
-# The order in which responses finish differs from run to run with two of them.
+# With two of them, the order in which responses finish varies from run to run.
 TWO_AGENT_LOOPS = "actor_rollout_ref.rollout.agent.num_workers=2"
 
 
@@ -54,7 +54,7 @@ def skip(mode: str, dumps: Path) -> tuple[str, ...]:
 
 
 def skip_v1(mode: str, dumps: Path, trainer_mode: str = "skip_sync") -> tuple[str, ...]:
-    """The same with verl's own entry point, whose configuration has no such block."""
+    """The same with verl's own entry point, whose configuration has no ``rollout_skip`` block."""
     return (f"trainer.v1.trainer_mode={trainer_mode}", *(f"+{setting}" for setting in skip(mode, dumps)))
 
 
@@ -107,14 +107,14 @@ class Trainings:
         self.engine = engine
 
     def run(self, entry_point: EntryPoint, name: str, *settings: str, fails: bool = False) -> Finished:
-        """Train to the end. ``fails``: the test is about the error with which it ends."""
+        """Train to the end, which must be an error if ``fails``."""
         finished = self._run(entry_point, name, settings, lambda _: False)
         if (finished.exit_code != 0) is not fails:
             raise AssertionError(f"{name} ended with {finished.exit_code}:\n{finished.log[-8000:]}")
         return finished
 
     def run_until(self, entry_point: EntryPoint, name: str, moment: Callable[[Path], bool], *settings: str) -> Finished:
-        """Train until something is seen in its folder, then kill it with SIGKILL, as a crash would."""
+        """Train until ``moment`` is true for its folder, then kill it with SIGKILL, as a crash would."""
         finished = self._run(entry_point, name, settings, moment)
         if finished.exit_code != -9:
             raise AssertionError(f"{name} ended with {finished.exit_code} too early:\n{finished.log[-8000:]}")
@@ -133,7 +133,7 @@ class Trainings:
             *entry_point.settings,
             *settings,
         ]
-        # Ray lowers the priority of its workers, and they are what a test waits for.
+        # Ray lowers the priority of its workers, but tests wait for them.
         env = {**runs.prepare(folder, self.assets), "RAY_worker_niceness": "0", **entry_point.env}
         starts_vllm = self.engine == "vllm" and not any(setting.endswith("mode=replay") for setting in settings)
         with alone() if starts_vllm else nullcontext():
@@ -172,7 +172,7 @@ def run_process(
     look = 0.0
     try:
         while process.poll() is None and not moment(folder):
-            assert time.monotonic() < deadline, f"no end after {TIMEOUT} s:\n{(folder / 'log').read_text()[-8000:]}"
+            assert time.monotonic() < deadline, f"running after {TIMEOUT} s:\n{(folder / 'log').read_text()[-8000:]}"
             if time.monotonic() > look:
                 actors |= actors_of(process)
                 look = time.monotonic() + 1

@@ -1,4 +1,4 @@
-"""A checkpoint engine for ``trainer_mode=separate_async`` on CPU: weights travel from trainer to servers in a file.
+"""A checkpoint engine for ``trainer_mode=separate_async`` on CPU: the trainer passes weights to the servers in a file.
 
 verl's own engines need GPUs. Named by ``rollout.checkpoint_engine.custom_backend_module``.
 """
@@ -45,7 +45,7 @@ class WeightsByFile(CheckpointEngine):
         self.file.unlink(missing_ok=True)
 
     async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
-        # Gathering a sharded weight is a collective: every worker must go through all of them.
+        # Gathering a sharded weight is a collective: every worker must iterate over all of them.
         state = {name: weight.detach().cpu() for name, weight in weights}
         if self.is_master:
             torch.save(state, f"{self.file}.part")

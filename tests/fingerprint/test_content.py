@@ -160,7 +160,7 @@ def test_missing_images_are_reported_but_urls_are_not(
     assert "a change to its content will not be noticed" in caplog.text
 
 
-@pytest.mark.parametrize("line", ["no JSON, with images", f'{{"images": {"[" * 100_000}'])
+@pytest.mark.parametrize("line", ["not JSON, with images", f'{{"images": {"[" * 100_000}'])
 def test_data_that_cannot_be_searched_for_images_is_reported(
     tmp_path: Path, pictures: list[Path], line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -339,7 +339,7 @@ def test_code_of_a_custom_agent_loop_manager_counts(tmp_path: Path, monkeypatch:
 
 
 def test_files_named_in_a_tool_configuration_count(tmp_path: Path) -> None:
-    """For example a file with the MCP servers of a tool, which names a script."""
+    """For example, a file with the MCP servers of a tool, which names a script."""
     script, servers, tools = tmp_path / "server.py", tmp_path / "servers.json", tmp_path / "tools.yaml"
     script.write_text("LIMIT = 1")
     servers.write_text(json.dumps({"mcpServers": {"search": {"command": "python", "args": [str(script)]}}}))

@@ -209,7 +209,7 @@ def test_settings_that_affect_prompts_tokens_or_rewards_count(key: str) -> None:
     assert rule_for(key).effect is Effect.ROLLOUT
 
 
-# What changes the numbers or the tokens by more than which requests share a batch.
+# Arguments that affect tokens or log-probs beyond batching effects.
 _VLLM = """
 quantization dtype kv_cache_dtype attention_backend attention_config.backend seed max_model_len logits_processors
 enable_lora max_lora_rank lora_dtype hf_overrides hf_overrides.rope_theta override_generation_config generation_config

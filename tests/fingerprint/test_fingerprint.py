@@ -1,4 +1,4 @@
-"""Two fingerprints are equal exactly if their rollouts are interchangeable, and differences are readable."""
+"""Two fingerprints are equal if and only if their rollouts are interchangeable, and differences are readable."""
 
 from __future__ import annotations
 

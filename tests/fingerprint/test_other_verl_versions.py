@@ -119,7 +119,7 @@ def test_verls_own_skip_is_translated_or_an_error(version: str, tmp_path: Path) 
         with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.skip\.enable is True: verl's own skip"):
             SkipConfig.from_config(composed(version, *ours, "actor_rollout_ref.rollout.skip.enable=true"))
         return
-    # In 0.6.1 and 0.7.1 it has the two keys that mean this package; verl does not get to see them.
+    # In 0.6.1 and 0.7.1 it has the two keys that this package uses; verl never sees them.
     old = ("actor_rollout_ref.rollout.skip_rollout=true", f"actor_rollout_ref.rollout.skip_dump_dir={tmp_path}")
     config = composed(version, *old)
     assert SkipConfig.from_config(config) == SkipConfig(mode=Mode.CACHE, dump_dir=str(tmp_path))

@@ -19,7 +19,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from recipes.cpu.environment import cpu_environment
 from verl_rollout_skip import Mode, SkipConfig
 
-# verl says it of every training without a critic.
+# verl logs this for every training without a critic.
 pytestmark = pytest.mark.filterwarnings("ignore:Disabled critic")
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -209,7 +209,7 @@ def test_rewards_that_only_some_rows_have_are_digested_with_their_rows() -> None
     assert len({same, rollout_digest(rollout(one, other, None)), rollout_digest(rollout(other, None, one))}) == 3
 
 
-def test_an_unchanged_rollout_passes_its_proof_whatever_its_shape(tmp_path: Path) -> None:
+def test_an_unchanged_rollout_passes_its_proof_regardless_of_shape(tmp_path: Path) -> None:
     """Padded, jagged, and with rewards for only some rows, as in V1."""
     jagged = torch.nested.nested_tensor_from_jagged(torch.arange(9), torch.tensor([0, 2, 9]))
     some = NonTensorStack.from_list([NonTensorData(None), NonTensorData(torch.tensor([0.0, 1.0]))])

@@ -28,7 +28,7 @@ def follower(folder: Path, **sampling: Any) -> Follower:
 
 
 def news(view: Follower, after: int = 0) -> dict[str, Any]:
-    changes: dict[str, Any] = json.loads(view.news(after))
+    changes: dict[str, Any] = json.loads(view.changes(after))
     return changes
 
 
@@ -127,7 +127,7 @@ def test_the_text_of_the_oldest_steps_is_dropped_first(tmp_path: Path, monkeypat
     put(tmp_path, 1)
     view = follower(tmp_path)
     view.poll()
-    size = len(view.news(0))
+    size = len(view.changes(0))
     before = news(view)["revision"]
     monkeypatch.setattr(follow, "_MAX_HELD_BYTES", int(2.5 * size))
     for step in (2, 3, 4, 5):

@@ -69,7 +69,7 @@ def test_the_page_and_its_data_are_served_with_the_token(server: ViewServer) -> 
     status, headers, body = ask(server, f"/{server.token}/")
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     assert b"<!doctype html>" in body
-    status, headers, body = ask(server, f"/{server.token}/api/news?after=0")
+    status, headers, body = ask(server, f"/{server.token}/api/changes?after=0")
     assert (status, headers["Content-Type"]) == (200, "application/json")
     assert "revision" in json.loads(body)
 
@@ -120,7 +120,7 @@ def test_requests_without_the_complete_token_are_rejected(server: ViewServer, pa
 )
 def test_other_host_names_are_rejected_even_with_the_token(server: ViewServer, host: str) -> None:
     """A web page can send such requests after DNS rebinding."""
-    status, _, body = ask(server, f"/{server.token}/api/news?after=0", headers={"Host": host})
+    status, _, body = ask(server, f"/{server.token}/api/changes?after=0", headers={"Host": host})
     assert status == 403
     assert b"entries" not in body
 
@@ -147,7 +147,7 @@ def test_a_missing_or_duplicate_host_is_rejected(server: ViewServer) -> None:
         "manifest.json",
         "step_000001/gen_000.json",
         "static/main.js",
-        "api/news/../x",
+        "api/changes/../x",
         "%00",
         "api/",
     ],
@@ -167,12 +167,12 @@ def test_only_get_and_head_are_allowed(server: ViewServer, variant: Path, method
 
 
 def test_head_returns_the_same_headers_without_a_body(server: ViewServer) -> None:
-    status, headers, body = ask(server, f"/{server.token}/api/news?after=0", "HEAD")
+    status, headers, body = ask(server, f"/{server.token}/api/changes?after=0", "HEAD")
     assert (status, body) == (200, b"")
     assert int(headers["Content-Length"]) > 0
 
 
-@pytest.mark.parametrize("path", ["", "api/news?after=0", "nothing"])
+@pytest.mark.parametrize("path", ["", "api/changes?after=0", "nothing"])
 def test_every_response_has_security_headers(server: ViewServer, path: str) -> None:
     _, headers, _ = ask(server, f"/{server.token}/{path}")
     assert "default-src 'none'" in headers["Content-Security-Policy"]
@@ -203,7 +203,7 @@ def test_every_response_has_security_headers(server: ViewServer, path: str) -> N
 def test_invalid_numbers_are_rejected(server: ViewServer, query: str) -> None:
     from urllib.parse import quote
 
-    assert ask(server, f"/{server.token}/api/news?{quote(query, safe='=&')}")[0] == 400
+    assert ask(server, f"/{server.token}/api/changes?{quote(query, safe='=&')}")[0] == 400
 
 
 def test_more_groups_and_whole_groups_are_served(server: ViewServer) -> None:
@@ -225,7 +225,7 @@ def test_more_groups_and_whole_groups_are_served(server: ViewServer) -> None:
         b"GET / HTTP/9.9\r\n\r\n",
         b"A" * 70_000,
     ],
-    ids=["noise", "no path", "no method of HTTP", "no version", "endless"],
+    ids=["noise", "no path", "not an HTTP method", "no version", "endless"],
 )
 def test_the_server_survives_malformed_requests(server: ViewServer, request_bytes: bytes) -> None:
     try:
@@ -238,7 +238,7 @@ def test_the_server_survives_malformed_requests(server: ViewServer, request_byte
 
 
 def test_a_request_body_is_not_parsed_as_the_next_request(server: ViewServer) -> None:
-    inner = f"GET /{server.token}/api/news?after=0 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    inner = f"GET /{server.token}/api/changes?after=0 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     outer = f"GET /{server.token}/nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(inner)}\r\n\r\n".encode()
     answer = raw(server, outer + inner)
     assert answer.count(b"HTTP/1.1 ") == 1
@@ -288,7 +288,7 @@ def test_view_prints_the_url_and_stops_cleanly(variant: Path, number: int) -> No
     parts = urlsplit(viewing.line)
     assert (parts.scheme, parts.hostname) == ("http", "127.0.0.1")
     connection = http.client.HTTPConnection("127.0.0.1", parts.port or 0, timeout=30)
-    connection.request("GET", f"{parts.path}api/news?after=0")
+    connection.request("GET", f"{parts.path}api/changes?after=0")
     assert connection.getresponse().status == 200  # the connection stays open, as in a browser
     code, output, errors = viewing.stop(number)
     assert (code, errors) == (0, "")
@@ -334,7 +334,7 @@ def test_the_view_does_not_change_the_recording(server: ViewServer, variant: Pat
     before = contents(variant)
     for path in (
         "",
-        "api/news?after=0",
+        "api/changes?after=0",
         "api/groups?step=1&gen_batch=0&start=0",
         "api/group?step=1&gen_batch=0&number=0",
     ):

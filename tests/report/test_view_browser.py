@@ -81,7 +81,7 @@ def test_a_newly_recorded_step_appears_on_the_open_page(
         assert page.text("[data-chart=score] .value").startswith("step 5")
         assert page.problems == []
         origin = f"http://{urlsplit(address).netloc}{urlsplit(address).path}"
-        assert {request.split("?")[0] for request in page.requests} == {origin, f"{origin}api/news"}
+        assert {request.split("?")[0] for request in page.requests} == {origin, f"{origin}api/changes"}
 
 
 def test_replaced_broken_and_removed_steps_are_updated(

@@ -80,7 +80,7 @@ def test_changed_n_is_named_in_cache_and_in_replay(training: Training, caplog: A
         assert f"{dump_dir}/{RUN_NAME}/" in text
 
 
-def test_most_similar_variant_is_listed_first_whatever_its_run(training: Training, caplog: Any) -> None:
+def test_most_similar_variant_is_listed_first_regardless_of_its_run(training: Training, caplog: Any) -> None:
     training.record(K1, **{TEMPERATURE: 0.5, "data__seed": 3})
     training.record(K1, **{TEMPERATURE: 0.6}, trainer__experiment_name="another")
     text = log_of(training, caplog, "cache")

@@ -23,7 +23,7 @@ from verl_rollout_skip.store import commit
 
 K1, K2 = RolloutKey(1), RolloutKey(2)
 LARGE = {"rows": 64, "prompt_width": 16, "response_width": 5000}
-"""Each of its tensors over the response has more than a megabyte."""
+"""Each of its response tensors is larger than a megabyte."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def pixels(rows: int = 4, size: int = 50_000) -> Any:
-    """A rollout with an image a row, as a tensor and as an array."""
+    """A rollout with one image per row, as a tensor and as an array."""
     batch = rollout_output(rows)
     generator = np.random.default_rng(3)
     batch.non_tensor_batch["multi_modal_inputs"] = objects(
@@ -61,7 +61,7 @@ def pixels(rows: int = 4, size: int = 50_000) -> Any:
 
 @contextmanager
 def changed_after_put(store: RolloutStore, key: RolloutKey, batch: Any, gate: threading.Event) -> Iterator[None]:
-    """What the block does happens between ``put`` and the write."""
+    """The block runs between ``put`` and the write."""
     gate.clear()
     store.put(key, batch)
     yield
@@ -88,7 +88,7 @@ def test_rewards_are_recorded_as_they_were_put(
 
 
 def test_rewards_keep_every_bit_of_every_shape(tmp_path: Path, gate: threading.Event) -> None:
-    """Zeros with a sign, NaNs, dense rewards, sizes that are no multiple of a block, views, nested tensors."""
+    """Signed zeros, NaNs, dense rewards, sizes that are not a multiple of a block, views, nested tensors."""
     signed = torch.zeros(50, 11_001)
     signed[3, 5], signed[49, 11_000], signed[0, 0] = -0.0, float("nan"), 1e-45
 
@@ -146,7 +146,7 @@ def test_a_large_tensor_that_was_changed_fails_the_dump_and_later_ones_are_copie
     with caplog.at_level(logging.WARNING), pytest.raises(DumpError, match=rf"step 1.*not written.*{name}.*in place"):
         store.flush()
     assert store.keys() == []
-    assert not list(tmp_path.rglob("*.*")), "nothing of it stays"
+    assert not list(tmp_path.rglob("*.*")), "no part of it remains"
     batch = rollout_output(**LARGE)
     with changed_after_put(store, K1, batch, gate):
         for tensor in batch.batch.values():
@@ -221,7 +221,7 @@ def test_inputs_that_were_changed_fail_the_dump(tmp_path: Path, gate: threading.
 def test_an_encoding_that_breaks_because_of_a_change_names_the_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask that changes between two looks at it can break the encoder, which then knows no better reason."""
+    """A mask that changes between two reads can break the encoder, which then cannot name the cause."""
     batch = rollout_output(**LARGE)
 
     def look(*_: Any) -> Any:
@@ -273,7 +273,7 @@ def test_one_token_that_is_changed_through_numpy_is_found_by_the_digest_of_the_g
 
 
 def test_a_column_of_objects_with_the_name_of_a_tensor_is_not_a_change(tmp_path: Path) -> None:
-    """An agent loop may give its rewards as objects, and its responses as text too."""
+    """An agent loop may return its rewards as objects, and its responses as text too."""
     generated = rollout_output(8)
     del generated.batch["rm_scores"]
     generated.non_tensor_batch["rm_scores"] = np.linspace(0, 1, 8)

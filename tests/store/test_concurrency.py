@@ -405,7 +405,7 @@ def test_an_entry_stays_complete_if_another_process_acts_between_any_two_calls(
             if K in store:
                 assert store.record(K).info == {"seed": check(store.get(K))}
             else:
-                assert "delete" in (action, *interference.split()), "the entry is gone"
+                assert "delete" in (action, *interference.split()), "the entry was lost"
             store.prune(older_than_s=0)
         assert leftovers(folder) == []
         if calls < number:

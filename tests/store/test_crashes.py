@@ -77,7 +77,7 @@ class Expectation:
     def check(self, store: RolloutStore) -> None:
         keys = store.keys()
         assert keys == sorted(set(keys))
-        assert self._certain <= set(keys), "a committed rollout is gone"
+        assert self._certain <= set(keys), "a committed rollout was lost"
         for key in set(self._possible) | set(keys):
             assert (key in store) == (key in keys)
             if key not in keys:

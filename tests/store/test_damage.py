@@ -1,7 +1,7 @@
-"""Damaged files: whatever happens to the bytes of an entry, loading it is a named error and never other data.
+"""Damaged files: loading an entry with changed bytes raises a named error and never returns other data.
 
-More than a thousand damages, each to an entry that was whole before: flipped bits, changed, cut, inserted and swapped
-bytes in the data pages, in the footer and in the record, and files that stand under another name.
+More than a thousand kinds of damage, each to an intact entry: flipped bits, changed, cut, inserted and swapped bytes in
+the data pages, in the footer and in the record, and files under the wrong name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DAMAGES_EACH = 50
 
 @pytest.fixture
 def store(tmp_path: Path) -> RolloutStore:
-    """Two entries of the same shape: a file of the one looks right in the place of the other."""
+    """Two entries of the same shape: a file of one looks valid in place of the other's."""
     store = RolloutStore(tmp_path, background=False)
     for seed, key in enumerate((K, OTHER)):
         store.put(key, rollout_output(8, seed=seed), inputs=rollout_input(8, seed=seed), info={"seed": seed})
@@ -54,7 +54,7 @@ def change_bytes(data: bytearray, chance: random.Random) -> None:
 
 
 def zero_a_block(data: bytearray, chance: random.Random) -> None:
-    """As a disk does that lost a sector."""
+    """Like a disk that lost a sector."""
     size = chance.choice([16, 128, 512])
     start = chance.randrange(max(len(data) - size, 1))
     data[start : start + size] = bytes(min(size, len(data) - start))
@@ -139,7 +139,7 @@ def test_that_is_more_than_a_thousand_damages() -> None:
 
 
 def test_every_single_cut_of_an_entry_is_noticed(store: RolloutStore) -> None:
-    """What a disk that was full or a copy that was interrupted leaves: any number of bytes too few."""
+    """Truncated at any byte, as by a full disk or an interrupted copy."""
     for file in files_of(store, K):
         whole = file.read_bytes()
         for size in {*range(0, len(whole), 97), 0, 1, 4, 8, 12, len(whole) - 1}:

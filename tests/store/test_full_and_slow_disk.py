@@ -1,4 +1,4 @@
-"""Disks that are full, slow, failing or read-only: a named error, nothing lost, nothing left behind."""
+"""Disks that are full, slow, failing or read-only: a named error, no lost entries, no leftover files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGE = 4096
 
 
 def noise(size: int, seed: int = 0) -> TensorDict:
-    """A rollout that takes about so many bytes on disk, because it cannot be compressed."""
+    """A rollout that takes about this many bytes on disk, because it cannot be compressed."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 256, (4, size // 4), dtype=torch.uint8, generator=generator)
     return TensorDict({"noise": values}, batch_size=[4])
@@ -43,7 +43,7 @@ def record_without_end(store: RolloutStore, size: int) -> None:
         store.put(RolloutKey(step), noise(size, seed=step))
 
 
-def test_a_full_disk_is_named_with_what_is_free_and_recording_goes_on_when_there_is_room(
+def test_a_full_disk_is_named_with_what_is_free_and_recording_continues_when_there_is_room(
     small_disk: Callable[..., Disk],
 ) -> None:
     disk = small_disk(2 << 20)
@@ -80,7 +80,7 @@ def test_replacing_on_a_full_disk_keeps_the_old_rollout(small_disk: Callable[...
 
 
 def test_however_little_is_free_a_put_that_returns_has_written_everything(small_disk: Callable[..., Disk]) -> None:
-    """From no page to enough pages: the last bytes of a file, its record or its folder are what does not fit."""
+    """From no free page to enough: at some point only the end of a file, its record or its folder does not fit."""
     disk = small_disk(2 << 20)
     written = 0
     for pages in itertools.count():
@@ -100,7 +100,7 @@ def test_however_little_is_free_a_put_that_returns_has_written_everything(small_
 
 
 def test_a_file_that_may_not_grow_is_never_committed_in_part(tmp_path: Path, fork: Callable[..., Forked]) -> None:
-    """At a quota or a size limit the kernel takes a part of the bytes and says so; the rest must not be forgotten."""
+    """At a quota or size limit, the kernel writes part of the bytes and reports how many; the rest must not be lost."""
     with RolloutStore(tmp_path / "whole") as store:
         store.put(K, noise(20_000))
     size = store.record(K).bytes
@@ -189,7 +189,7 @@ def test_in_the_background_a_full_disk_is_raised_by_flush_or_close_once(
 
 
 def wait_until_done(store: RolloutStore, key: RolloutKey) -> None:
-    """Reading a key waits for its dump, whatever became of it."""
+    """Reading a key waits for its dump, even if it failed."""
     try:
         store.record(key)
     except LookupError:
@@ -197,7 +197,7 @@ def wait_until_done(store: RolloutStore, key: RolloutKey) -> None:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> Iterator[int]:
-    """Let the n-th call that changes the disk fail; afterwards, how many there were."""
+    """Make the n-th call that changes the disk fail, and count the calls."""
     calls = 0
 
     def breakable(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,7 +222,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) 
 def test_a_disk_that_fails_at_any_call_is_reported_and_leaves_a_whole_entry_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool, broken: BaseException
 ) -> None:
-    """Every call is once the one that fails: never a put that returns without a trace of the failure."""
+    """Each call fails once; put never returns without reporting it."""
     old, new = rollout_output(4, seed=1), rollout_output(4, seed=2)
     for number in range(1, 100):
         folder = tmp_path / str(number)
@@ -244,7 +244,7 @@ def test_a_disk_that_fails_at_any_call_is_reported_and_leaves_a_whole_entry_or_n
             assert_same_batch(new if is_new else old, found)
             assert is_new or taken
         else:
-            assert not taken, "the old rollout is gone"
+            assert not taken, "the old rollout was lost"
             is_new = False
         if calls < number:
             assert raised is None
@@ -266,7 +266,7 @@ def test_a_disk_that_fails_at_any_call_is_reported_and_leaves_a_whole_entry_or_n
 def test_a_failed_sync_of_the_folder_is_not_reported_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the folder is synced the new name can vanish with the machine: that is not a success."""
+    """Until the folder is synced, the new name can be lost in a machine crash, so this is not a success."""
     store = RolloutStore(tmp_path, background=False)
     store.put(RolloutKey(1, 1), rollout_output(4))
     fsync = os.fsync
@@ -296,7 +296,7 @@ def test_a_failed_sync_of_the_folder_is_not_reported_as_written(
 def test_on_a_file_system_without_hard_links_the_first_writer_wins_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """FAT, some network and some user-space file systems know no second name of a file."""
+    """FAT, some network and some user-space file systems do not support hard links."""
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -401,7 +401,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     disk.let_go()
 
 
-def test_with_a_slow_disk_put_returns_at_once(tmp_path: Path, slow_disk: SlowDisk) -> None:
+def test_with_a_slow_disk_put_returns_immediately(tmp_path: Path, slow_disk: SlowDisk) -> None:
     with RolloutStore(tmp_path, background=True) as store:
         started = time.perf_counter()
         for step in range(5):
@@ -416,7 +416,7 @@ def test_with_a_slow_disk_put_returns_at_once(tmp_path: Path, slow_disk: SlowDis
 
 
 def test_with_a_slow_disk_put_waits_when_too_much_is_waiting(tmp_path: Path, slow_disk: SlowDisk) -> None:
-    """Memory is bounded: a put that does not fit beside what is waiting returns only when there is room."""
+    """Memory is bounded: a put that does not fit in the queue blocks until there is room."""
     with RolloutStore(tmp_path, background=True, max_pending_bytes="1MB") as store:
         store.put(RolloutKey(0), noise(400_000))
         store.put(RolloutKey(1), noise(400_000))
@@ -470,7 +470,7 @@ def test_a_read_only_run_folder_can_be_read_and_refuses_to_be_written(
 
     def work(report: Report) -> None:
         if not mounted:
-            # Nothing can be mounted here: be somebody who may not write instead. Root may always.
+            # Mounting is not possible here, so run as a user without write permission; root can always write.
             folder.chmod(0o555)
             (folder / "step_000001").chmod(0o555)
             for parent in [tmp_path, *tmp_path.parents][:3]:
@@ -499,7 +499,7 @@ def test_a_read_only_run_folder_can_be_read_and_refuses_to_be_written(
 def test_a_training_records_what_fits_and_tells_what_does_not(
     small_disk: Callable[..., Disk], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A manifest that is there needs no room, and a rollout is kept although nobody can write down who made it."""
+    """An existing manifest needs no space, and the rollout is kept even if its training cannot be listed."""
     disk = small_disk(2 << 20)
     training = Training(tmp_path / "training")
     where = {"dump_dir": str(disk.path / "dumps")}

@@ -1,7 +1,7 @@
-"""Run folders made by somebody who means harm: digests, records and Parquet files agree, and their content is a trap.
+"""Malicious run folders: digests, records and Parquet files are consistent, but their content is hostile.
 
-Loading such an entry is a named error or a batch, never a crash, a hang, running code, memory beyond the limit, or a
-step outside the run folder. Each trap is sprung in a forked process with a limit on its memory and its time.
+Loading such an entry raises a named error or returns a batch. It never crashes, hangs, executes code, exceeds the
+memory limit or leaves the run folder. Each case runs in a forked process with memory and time limits.
 
 ``FUZZ_SECONDS`` makes the random part longer than its default.
 """
@@ -54,7 +54,7 @@ from verl_rollout_skip.store.record import RecordedPart, record_bytes
 K = RolloutKey(1)
 METADATA = b"rollout_skip"
 MAX_LOAD_BYTES = 200_000_000
-# pyarrow and Python need some of their own around what is decoded.
+# Overhead of pyarrow and Python on top of the decoded data.
 MEMORY_SLACK = 400_000_000
 FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
 
@@ -75,7 +75,7 @@ def padded_rollout() -> tuple[Any, Any]:
 
 
 def jagged_rollout() -> tuple[Any, Any]:
-    """A TensorDict as the V1 trainers have it: nested tensors, a nested TensorDict, data without rows."""
+    """A TensorDict as the V1 trainers use it: nested tensors, a nested TensorDict, data without rows."""
 
     def jagged(lengths: list[int], start: int) -> torch.Tensor:
         rows = [torch.arange(start, start + length) for length in lengths]
@@ -107,7 +107,7 @@ ROLLOUTS = {"padded": padded_rollout, "jagged": jagged_rollout}
 
 
 class Forger:
-    """Rewrites an entry so that everything agrees again: what an attacker does who has read our code."""
+    """Rewrites an entry consistently, as an attacker who knows the code would."""
 
     def __init__(self, folder: Path, batch: Any, inputs: Any = None) -> None:
         self.store = RolloutStore(folder, background=False, max_load_bytes=MAX_LOAD_BYTES)
@@ -121,7 +121,7 @@ class Forger:
         self.description = json.loads(file.metadata.metadata[METADATA])
 
     def commit(self, data: bytes, part: dict[str, Any] | None = None, **changes: Any) -> None:
-        """Put these bytes in place of the part, with a record that is right about them but for what is changed."""
+        """Replace the part with these bytes, with a matching record, except for the given changes."""
         digest = xxhash.xxh3_128(data).hexdigest()
         self.data_file = self.data_file.with_name(names.part_name(K, digest))
         self.data_file.write_bytes(data)
@@ -145,7 +145,7 @@ class Forger:
         self.commit(sink.getvalue(), rows=table.num_rows)
 
     def numbers(self, name: str, part: str = "output") -> tuple[dict[str, Any], dict[str, Any]]:
-        """A copy of the description, and in it the item of a column."""
+        """A copy of the description, and its item for a column."""
         description = copy.deepcopy(self.description)
         items = [*description[part]["numbers"], *description[part]["objects"]]
         return description, next(item for item in items if item["path"] == [name])
@@ -177,7 +177,7 @@ def use(batch: Any) -> None:
                     piece.clone().view(-1)[:1].tolist()
                     hash(piece.contiguous().numpy().tobytes()) if piece.dtype is not torch.bfloat16 else None
             except (RuntimeError, TypeError, ValueError, IndexError):
-                pass  # torch refuses to compute with it; that is the caller's to see, and no crash
+                pass  # torch refuses to compute with it, which is not a crash
     if not isinstance(batch, TensorDict):
         repr(batch.non_tensor_batch)
         repr(batch.meta_info)
@@ -208,7 +208,7 @@ def fence(seconds: int, address_space: int = 4 << 30) -> None:
 def load_in_a_fence(
     fork: Callable[..., Forked], forger: Forger, allowed: int = MAX_LOAD_BYTES + MEMORY_SLACK
 ) -> dict[str, Any]:
-    """What loading the entry gives in a separate process; the peak of its memory is checked."""
+    """The result of loading the entry in a separate process, whose peak memory is checked."""
 
     def work(report: Report) -> None:
         forger.store.keys()
@@ -316,7 +316,7 @@ def test_a_text_array_of_any_width_is_checked(padded: Forger, fork: Callable[...
 def test_a_column_that_is_claimed_a_thousand_times_does_not_take_a_thousand_times_the_memory(
     tmp_path: Path, fork: Callable[..., Forked]
 ) -> None:
-    """Ten megabytes in the file, and a description that asks for them over and over again."""
+    """Ten megabytes in the file, and a description that references them repeatedly."""
     halves = torch.tensor([0, 600_000, 1_200_000])
     lists = {
         name: torch.nested.nested_tensor_from_jagged(torch.zeros(1_200_000), halves)
@@ -366,7 +366,7 @@ def test_prompts_made_of_themselves_are_refused(padded: Forger, fork: Callable[.
 
 
 def test_a_long_text_repeated_in_many_rows_is_refused(tmp_path: Path, fork: Callable[..., Forked]) -> None:
-    """A dictionary page holds a text once for all rows: forty kilobytes in the file, twenty gigabytes in memory."""
+    """A dictionary page stores a string once for all rows: forty kilobytes in the file, twenty gigabytes in memory."""
     rows = 20_000
     forger = Forger(tmp_path / "run", TensorDict({"text": ["x"] * rows, "y": torch.arange(rows)}, batch_size=[rows]))
     table = forger.table
@@ -413,7 +413,7 @@ def test_bulk_data_repeated_in_many_rows_is_refused(tmp_path: Path, fork: Callab
 def test_a_dictionary_of_bulk_data_is_refused_before_it_is_expanded(
     tmp_path: Path, fork: Callable[..., Forked], column: str, nested: bool
 ) -> None:
-    """Wherever it stands: a few bytes in the file, gigabytes once Arrow has copied them for every row."""
+    """In any column: a few bytes in the file, gigabytes once Arrow has copied them for every row."""
     forger = Forger(tmp_path / "run", *padded_rollout())
     rows, size = forger.table.num_rows, 40_000_000
     kind = pa.binary() if column == BLOBS or nested else pa.string()
@@ -462,7 +462,7 @@ def test_a_part_without_rows_takes_no_memory_however_wide_its_keys_claim_to_be(
 
 
 def look(path: str, name: str, side: Side) -> None:
-    """Ask for a key in every way that people can."""
+    """Read a key through every public method."""
     calls: list[Callable[[EntryReader], Any]] = [
         lambda entry: entry.cells(name, side=side),
         lambda entry: entry.tokens(name),
@@ -489,7 +489,7 @@ def test_an_entry_that_cannot_be_decoded_is_named_with_its_file(forger: Forger, 
 
 
 def varint(number: int) -> bytes:
-    """As Thrift's compact protocol writes an integer: zigzag, seven bits a byte."""
+    """As Thrift's compact protocol writes an integer: zigzag, seven bits per byte."""
     number = (number << 1) ^ (number >> 63)
     out = bytearray()
     while number >= 0x80:
@@ -529,7 +529,7 @@ def test_a_footer_that_lies_about_sizes_is_not_believed(tmp_path: Path, fork: Ca
 def test_a_footer_that_contradicts_its_own_schema_does_not_crash_the_process(
     forger: Forger, fork: Callable[..., Forked]
 ) -> None:
-    """The schema says that a column is never null, the statistics count nulls: pyarrow throws where nobody catches."""
+    """The schema says that a column is never null, the statistics count nulls: pyarrow throws an uncaught exception."""
     start = len(forger.data) - 8 - int.from_bytes(forger.data[-8:-4], "little")
     forged = 0
     for name in forger.table.schema.names:
@@ -637,7 +637,7 @@ def test_a_record_of_a_hundred_megabytes_is_not_read(padded: Forger, fork: Calla
 
 @pytest.mark.parametrize("forged", [False, True], ids=["grown by accident", "with a record that agrees"])
 def test_a_sparse_file_of_a_terabyte_is_not_read(padded: Forger, fork: Callable[..., Forked], forged: bool) -> None:
-    """Loading, recording, pruning and removing meet the same file, and none of them reads it."""
+    """Loading, recording, pruning and removing encounter the same file; none of them reads it."""
     with padded.data_file.open("ab") as file:
         file.truncate(1 << 40)
     if forged:
@@ -705,7 +705,7 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run folder with two good entries, one in a step that no trap is laid in."""
+    """A run folder with two good entries, one in a step without a trap."""
     with RolloutStore(tmp_path / "run") as store:
         store.put(RolloutKey(1), rollout_output(4, seed=1))
         store.put(RolloutKey(5), rollout_output(4, seed=5))
@@ -797,7 +797,7 @@ TRAPS = [
 def test_nothing_outside_the_run_folder_is_read_or_written(
     run: Path, canary: Path, fork: Callable[..., Forked], trap: Callable[[Path, Path], None]
 ) -> None:
-    """Links, pipes, devices and folders where files should be: named errors, no waiting, and no step outside."""
+    """Links, pipes, devices and folders instead of files: named errors, no blocking, and nothing outside is touched."""
     trap(run, canary)
     before = contents(canary)
 
@@ -837,7 +837,7 @@ def test_nothing_outside_the_run_folder_is_read_or_written(
 
 @pytest.mark.parametrize("where", ["../../outside/run/step_000001/{}", "{outside}/run/step_000001/{}", "../step_1/{}"])
 def test_a_part_that_a_record_names_cannot_lie_outside_its_folder(run: Path, canary: Path, where: str) -> None:
-    """The checksum of the record, and the digest and size of the file outside, are all right."""
+    """The checksum of the record, and the digest and size of the file outside, are all correct."""
     store = RolloutStore(run, background=False)
     foreign, record = RolloutStore(canary / "run").record(K), store.record(K)
     (part,) = foreign.parts
@@ -949,7 +949,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def mutate_description(description: Any, chance: random.Random) -> Any:
-    """Change a description as its grammar does not foresee."""
+    """Change a description in a way its grammar does not allow."""
     for _ in range(chance.choice([1, 1, 1, 2, 3, 8])):
         everywhere = places(description)
         node, key = chance.choice(everywhere)
@@ -984,7 +984,7 @@ def mutate_description(description: Any, chance: random.Random) -> Any:
 
 
 def mutate_column(column: pa.ChunkedArray, chance: random.Random) -> Any:
-    """Another column in the place of one: other values, lengths, nulls or another type."""
+    """Replace a column with another: other values, lengths, nulls or another type."""
     kind, rows = column.type, len(column)
     action = chance.randrange(6)
     if action == 0:
@@ -1046,7 +1046,7 @@ def mutate_table(table: pa.Table, chance: random.Random) -> pa.Table:
 
 
 def mutate(forger: Forger, chance: random.Random) -> str:
-    """Lay one trap; returns what kind it is."""
+    """Create one trap and return its kind."""
     action = chance.randrange(10)
     if action < 5:
         forger.write(mutate_description(copy.deepcopy(forger.description), chance))
@@ -1088,7 +1088,7 @@ KNOWN = {"verl_rollout_skip", "numpy", "torch", "pyarrow", "tensordict", "PIL", 
 
 
 class CodeWatch:
-    """What would run code or change files while it is on; code that is installed with Python is harmless."""
+    """Records attempts to run code or change files while enabled. Code installed with Python is allowed."""
 
     def __init__(self) -> None:
         self.on = False
@@ -1108,7 +1108,7 @@ class CodeWatch:
 
 
 def test_the_watch_for_code_sees_code(fork: Callable[..., Forked]) -> None:
-    """Otherwise it would prove nothing that it stays silent."""
+    """Otherwise its silence would prove nothing."""
 
     def work(report: Report) -> None:
         watch = CodeWatch()
@@ -1124,10 +1124,10 @@ def test_the_watch_for_code_sees_code(fork: Callable[..., Forked]) -> None:
 
 
 def fuzz(report: Report, folder: Path, rollout: str, seed: int, seconds: float) -> None:
-    """Trap after trap until the time is up; what was not as promised is reported."""
+    """Run traps until the time is up, and report every violation."""
     forger = Forger(folder, *ROLLOUTS[rollout]())
     chance = random.Random(seed)
-    # Whatever is imported or compiled on first use: a forged entry may turn one kind of rollout into another.
+    # Import and compile everything that is loaded on first use: a forged entry may change the kind of rollout.
     for name, make in ROLLOUTS.items():
         spring(Forger(folder.with_name(f"{folder.name}-as-{name}"), *make()))
     for _ in range(30):

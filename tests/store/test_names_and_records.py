@@ -130,7 +130,7 @@ def test_a_record_tells_what_was_recorded(record: EntryRecord) -> None:
     assert record.written_by.startswith("verl-rollout-skip ")
 
 
-def test_a_record_is_json_for_people(record: EntryRecord) -> None:
+def test_a_record_is_readable_json(record: EntryRecord) -> None:
     fields = json.loads(record_bytes(record))
     assert fields["key"] == {"step": 3, "gen_batch": 1}
     assert fields["format_version"] == 2
@@ -205,7 +205,7 @@ HOSTILE_PARTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HOSTILE_PARTS)
 def test_a_record_that_lists_anything_but_a_part_of_its_own_entry_is_refused(record: EntryRecord, name: str) -> None:
-    """What an attacker writes who has read our code: a checksum that is right, and a name that leads elsewhere."""
+    """As written by an attacker who knows the code: a correct checksum and a name that points elsewhere."""
     (part,) = record.parts
     forged = replace(record, parts=(replace(part, **HOSTILE_PARTS[name]),))
     with pytest.raises(CorruptEntryError):
@@ -230,8 +230,8 @@ def test_bytes_that_are_not_a_record_are_refused(data: bytes) -> None:
         parse_record(data, RolloutKey(1))
 
 
-def test_the_temporary_file_of_a_process_that_is_gone_is_a_leftover() -> None:
-    """Another process makes the name, and has ended by the time we look."""
+def test_the_temporary_file_of_a_process_that_has_ended_is_a_leftover() -> None:
+    """Another process creates the name and has ended by the time of the check."""
     script = (
         "import os, tempfile\n"
         "from verl_rollout_skip.store.storage.local import LocalStorage\n"
@@ -269,7 +269,7 @@ def be_on(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_temporary_file_of_another_machine_is_never_treated_as_our_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, there: str
 ) -> None:
-    """On a shared file system the process that writes it is alive on a machine where we cannot look."""
+    """On a shared file system, the process that writes it may be alive on another machine."""
     be_on(there, monkeypatch)
     with local.LocalStorage(tmp_path).stage("step_000001"):
         (name,) = os.listdir(tmp_path / "step_000001")

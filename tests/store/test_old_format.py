@@ -1,4 +1,4 @@
-"""A folder of format 1: nothing in it is read or changed, and every way to it says in one line what to do."""
+"""A folder of format 1: nothing in it is read or changed, and every command says in one line what to do."""
 
 from __future__ import annotations
 

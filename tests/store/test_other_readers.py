@@ -1,4 +1,4 @@
-"""Dumps belong to their users: anyone reads them, with nothing of ours installed, and without verl.
+"""Dumps are readable by anyone, without this package or verl.
 
 Every reader runs in a separate process that cannot import the modules it must do without.
 """
@@ -173,7 +173,7 @@ def test_hugging_face_datasets_reads_a_run(folder: Path, tmp_path: Path) -> None
     assert rows == [row for key in KEYS for row in expected_rows(key)]
 
 
-def test_the_record_beside_a_dump_is_json_for_people(folder: Path) -> None:
+def test_the_record_next_to_a_dump_is_readable_json(folder: Path) -> None:
     for key in KEYS:
         record = json.loads(record_file(folder, key.step, key.gen_batch).read_text())
         rows = expected_rows(key)

@@ -1,4 +1,4 @@
-"""What ``store.reader`` gives of an entry, checked against the batch that was recorded."""
+"""What ``store.reader`` returns for an entry, checked against the batch that was recorded."""
 
 from __future__ import annotations
 

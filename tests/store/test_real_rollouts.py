@@ -1,8 +1,8 @@
-"""Rollouts as real verl trainers have them go through a real store and come back exactly.
+"""Rollouts from real verl trainers are stored and restored exactly.
 
-verl 0.9.1's outputs are put together by its own code (``AgentLoopWorker``'s postprocessing, ``AgentLoopManager``'s
+verl 0.9.1's outputs are assembled by its own code (``AgentLoopWorker``'s postprocessing, ``AgentLoopManager``'s
 metrics, TransferQueue); only the inference server is left out: trajectories are made up. 0.6.1's synchronous rollout
-needs vLLM and is not installed here: its batches are built by hand after ``vllm_rollout_spmd.py`` of that version.
+needs vLLM and is not installed here: its batches are built by hand, following ``vllm_rollout_spmd.py`` of that version.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def assert_store_returns(path: Path, output: Any, inputs: Any = None) -> None:
 
 
 def agent_loop_worker(worker_class: type = AgentLoopWorker, colocated_reward: bool = False) -> Any:
-    """A worker that can postprocess; ``__init__`` would want an inference server, a model and a whole config."""
+    """A worker that can postprocess; ``__init__`` would need an inference server, a model and a whole config."""
     worker = worker_class.__new__(worker_class)
     vocabulary = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3}, unk_token="<unk>"))
     worker.tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="</s>")
@@ -59,7 +59,7 @@ def agent_loop_worker(worker_class: type = AgentLoopWorker, colocated_reward: bo
 
 
 def trajectory(rng: np.random.Generator, scored: bool = True, experts: bool = False) -> AgentLoopOutput:
-    """What an agent loop hands over: token lists of any length, here with a tool turn in the middle."""
+    """What an agent loop returns: token lists of any length, here with a tool turn in the middle."""
     prompt_ids = rng.integers(4, 50_000, rng.integers(1, PROMPT_LENGTH + 1)).tolist()
     response_ids = rng.integers(4, 50_000, rng.integers(1, RESPONSE_LENGTH + 1)).tolist()
     response_mask = [0 if 3 <= place < 5 else 1 for place in range(len(response_ids))]
@@ -202,7 +202,7 @@ def test_vision_rollouts_come_back_and_samples_share_their_images(
     assert cells[0] is not cells[4]
 
 
-def test_images_of_each_trajectory_of_its_own_come_back(tmp_path: Path) -> None:
+def test_separate_images_per_trajectory_come_back(tmp_path: Path) -> None:
     output, inputs = vision_output(4, torch.bfloat16)
     cells = output.non_tensor_batch["multi_modal_inputs"]
     output.non_tensor_batch["multi_modal_inputs"] = objects([dict(cell) for cell in cells])

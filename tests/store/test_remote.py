@@ -1,4 +1,4 @@
-"""The same stories on a local disk, in memory and on an S3 server: a run folder behaves alike wherever it is."""
+"""The same scenarios on a local disk, in memory and on an S3 server: a run folder behaves the same everywhere."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def s3(s3_options: dict[str, Any]) -> Place:
 
 
 def test_files_of_unknown_age_are_not_leftovers() -> None:
-    """Azure's file system has other names for the time of a change, and some have none."""
+    """Azure's file system uses different names for the modification time, and some have none."""
     now = time.time()
     assert remote._file_info({"name": "b/x", "size": 1}).changed >= now
     changed = datetime.fromtimestamp(now - 60, timezone.utc)
@@ -196,7 +196,7 @@ class Crash(BaseException):
 
 
 def crash_at(storage: Any, number: int) -> tuple[Any, Counter[str]]:
-    """Let a storage go away at its n-th changing call, as a process does that is killed."""
+    """Fail at the n-th call that changes the storage, as if the process were killed."""
     calls: Counter[str] = Counter()
 
     def watched(name: str) -> Callable[..., Any]:
@@ -219,7 +219,7 @@ def crash_at(storage: Any, number: int) -> tuple[Any, Counter[str]]:
 
 @pytest.mark.parametrize("taken", [False, True], ids=["first put", "replace"])
 def test_a_writer_that_dies_between_any_two_calls_leaves_the_old_entry_or_the_new(place: Place, taken: bool) -> None:
-    """Parts that no record lists yet are seen by nobody, and the record changes in one moment."""
+    """Parts that no record lists yet are invisible, and the record changes atomically."""
     outcomes = set()
     for number in range(1, 20):
         key = RolloutKey(number)
@@ -251,7 +251,7 @@ def test_a_writer_that_dies_between_any_two_calls_leaves_the_old_entry_or_the_ne
 
 
 def test_a_put_that_was_sent_twice_because_the_answer_was_lost_is_not_an_error(place: Place) -> None:
-    """The client repeats a request; the server has the file already and says so."""
+    """The client retries a request, and the server reports that the file already exists."""
     storage: Any = place.store()._storage
     publish = storage.publish
 
@@ -282,7 +282,7 @@ def test_changed_bytes_are_noticed_and_the_entry_can_be_set_aside(place: Place, 
     aside = store.set_aside(K)
     assert aside.endswith(".corrupt")
     assert K not in store
-    # An object store does not show who writes: a part that no readable record lists stays there for a day.
+    # An object store does not show active writers: a part that no readable record lists stays there for a day.
     both = kind == "part" or place.url.startswith("/")
     assert sum(found.endswith(".corrupt") for found in place.names()) == 1 + both
     store.put(K, rollout(2))
@@ -290,7 +290,7 @@ def test_changed_bytes_are_noticed_and_the_entry_can_be_set_aside(place: Place, 
 
 
 def test_an_entry_that_is_refreshed_while_it_is_set_aside_stays(place: Place) -> None:
-    """Another process refreshes a damaged entry before any of the requests but the delete itself."""
+    """Another process refreshes a damaged entry before each request except the delete itself."""
     if place.url.startswith("/"):
         return  # test_concurrency.py does the same with local files
     outcomes = set()
@@ -326,8 +326,8 @@ def test_an_entry_that_is_refreshed_while_it_is_set_aside_stays(place: Place) ->
     assert outcomes == {"set aside", "left alone"}
 
 
-def meanwhile(storage: Any, number: int, action: Callable[[], Any]) -> Counter[str]:
-    """Let another process act just before the n-th call of a storage; the calls are counted."""
+def interrupt_call(storage: Any, number: int, action: Callable[[], Any]) -> Counter[str]:
+    """Let another process act just before the n-th call of a storage, and count the calls."""
     calls: Counter[str] = Counter()
 
     def watched(name: str) -> Callable[..., Any]:
@@ -348,9 +348,9 @@ def meanwhile(storage: Any, number: int, action: Callable[[], Any]) -> Counter[s
 
 @pytest.mark.parametrize("interrupted", ["copy", "prune"])
 def test_a_copy_keeps_its_parts_while_leftovers_of_an_earlier_copy_are_pruned(place: Place, interrupted: str) -> None:
-    """An interrupted copy has left a part. The copy that is made now gives its own the same name."""
+    """An interrupted copy has left a part. The new copy gives its part the same name."""
     if place.url.startswith("s3"):
-        return  # it dates files to the second, and leftovers there are a day old
+        return  # its timestamps have a resolution of one second, and leftovers must be a day old
     source = place.store()
     source.put(RolloutKey(0), rollout(1))
     found = committed.load(source._storage, RolloutKey(0), 1 << 40)
@@ -366,11 +366,11 @@ def test_a_copy_keeps_its_parts_while_leftovers_of_an_earlier_copy_are_pruned(pl
             commit.commit_copy(there.store()._storage, RolloutKey(0), found.record_data, found.parts)
 
         if interrupted == "prune":
-            calls = meanwhile(store._storage, number, copy)
+            calls = interrupt_call(store._storage, number, copy)
             store.prune(older_than_s=-1)
         else:
             storage = store._storage
-            calls = meanwhile(storage, number, lambda there=there: there.store().prune(older_than_s=-1))
+            calls = interrupt_call(storage, number, lambda there=there: there.store().prune(older_than_s=-1))
             commit.commit_copy(storage, RolloutKey(0), found.record_data, found.parts)
         if calls["all"] < number:
             break
@@ -427,7 +427,7 @@ def test_prune_removes_parts_that_no_record_lists_and_no_entry(place: Place) -> 
     unlisted = f"gen_001.{'0' * 32}.parquet"
     place.files.pipe_file(place.path(unlisted), b"PAR1")
     if not place.url.startswith("/"):
-        assert store.prune() == [], "it may belong to a writer that is still writing"
+        assert store.prune() == [], "it may belong to an active writer"
     (removed,) = store.prune(older_than_s=-1)
     assert removed.endswith(unlisted)
     assert_same_batch(rollout(1), store.get(K))
@@ -464,7 +464,7 @@ def test_a_location_that_cannot_be_written_is_a_dump_error(s3_options: dict[str,
 
 
 def test_a_server_that_is_gone_is_a_dump_error_and_not_an_empty_run(s3_options: dict[str, Any]) -> None:
-    """A store that cannot be asked must not look like a store without rollouts: they would be generated again."""
+    """An unreachable store must not look like a store without rollouts: they would be generated again."""
     gone = {
         **s3_options,
         "endpoint_url": "http://127.0.0.1:9",
@@ -513,7 +513,7 @@ def test_a_large_rollout_is_uploaded_in_parts_and_still_one_writer_wins(
 def test_a_server_without_conditional_puts_keeps_the_first_rollout_too(
     s3: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not every server that speaks S3 knows If-None-Match; some take the request and ignore the header."""
+    """Not every S3-compatible server supports If-None-Match; some accept the request and ignore the header."""
     real = S3FileSystem._call_s3
 
     async def ignore_the_condition(self: Any, method: str, *arguments: Any, **options: Any) -> Any:
@@ -578,7 +578,7 @@ def test_a_forked_child_can_go_on_with_the_store_it_inherited(place: Place, fork
 
 @pytest.mark.slow
 def test_listings_of_many_entries_are_complete(s3: Place) -> None:
-    """S3 lists a thousand names a page, and here are more."""
+    """S3 lists a thousand names per page; this folder has more."""
     batches = {s3.path(f"gen_{gen_batch:03d}.json"): b"x" for gen_batch in range(1010)}
     s3.files.pipe({**batches, f"{s3.root}/step_000002/gen_000.json": b"x"})
     store = s3.store()
@@ -587,7 +587,7 @@ def test_listings_of_many_entries_are_complete(s3: Place) -> None:
 
 
 class Counting:
-    """A storage that counts what it is asked."""
+    """A storage that counts its calls."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -606,7 +606,7 @@ class Counting:
 
 
 def cost_of_everything(place: Place, step: int) -> dict[str, Any]:
-    """What each call asks of the storage, and of S3 how many requests it sends."""
+    """The storage calls of each operation and, for S3, its number of requests."""
     store = place.store()
     counting = Counting(store._storage)
     store._storage = counting  # type: ignore[assignment]
@@ -652,7 +652,7 @@ def count_requests(files: Any, requests: Counter[str]) -> Callable[[], None]:
 
 
 def test_put_get_and_in_cost_the_same_however_many_entries_there_are(place: Place) -> None:
-    """A training of a hundred thousand steps is as fast at its end as at its beginning."""
+    """A training of a hundred thousand steps is as fast at the end as at the beginning."""
     few, many = 10, 200 if place.url.startswith("s3") else 1000
     store = place.store()
     store.put(RolloutKey(0), rollout(0))

@@ -198,7 +198,7 @@ def test_info_that_is_not_json_is_refused_by_put(tmp_path: Path, value: Any) -> 
 
 
 def test_info_that_is_too_large_for_a_record_is_refused_by_put(tmp_path: Path) -> None:
-    """A record is read whole before anything is checked, so its size has a limit; it must hold for writers too."""
+    """A record is read completely before it is checked, so its size has a limit, which must hold for writers too."""
     for background in (False, True):
         with RolloutStore(tmp_path / str(background), background=background) as store:
             with pytest.raises((TypeError, ValueError, StoreError), match="info"):
@@ -209,7 +209,7 @@ def test_info_that_is_too_large_for_a_record_is_refused_by_put(tmp_path: Path) -
 
 
 def test_a_meta_info_of_more_than_a_hundred_megabytes_comes_back_or_is_refused(store: RolloutStore) -> None:
-    """Parquet readers do not expect that much beside the columns; a dump that nobody can read is worse than none."""
+    """Parquet readers limit the size of metadata, and an unreadable dump is worse than none."""
     batch = rollout_output(4)
     batch.meta_info["log"] = "x" * 105_000_000
     try:
@@ -354,7 +354,7 @@ def test_a_prefetched_entry_is_what_get_would_have_returned(store: RolloutStore)
 
 
 def test_a_prefetched_entry_is_handed_out_once(store: RolloutStore) -> None:
-    """Training writes into the batch it got; the next one must not see that."""
+    """A training modifies the batch it gets; the next load must not return those changes."""
     store.put(K, rollout_output(4, seed=1))
     store.prefetch(K)
     first = store.get(K)
@@ -373,7 +373,9 @@ def test_a_prefetched_entry_comes_from_memory(store: RolloutStore) -> None:
         store.get(K)
 
 
-def test_everything_that_will_be_asked_for_is_done_ahead(store: RolloutStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_decodes_everything_that_is_requested_later(
+    store: RolloutStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put(K, rollout_output(4, seed=1), inputs=rollout_input(4))
     expected = store.load(K).prompt_digests()
     store.prefetch(K, inputs=True)
@@ -387,7 +389,7 @@ def test_everything_that_will_be_asked_for_is_done_ahead(store: RolloutStore, mo
 
 
 def test_each_batch_of_an_entry_can_be_changed_without_the_others(store: RolloutStore) -> None:
-    """The one that was made ahead too: columns are added to it and taken out."""
+    """This includes a prefetched batch: its columns may be added and removed."""
     store.put(K, rollout_output(4), inputs=rollout_input(4))
     store.prefetch(K, inputs=True)
     entry = store.load(K)
@@ -508,7 +510,7 @@ def test_max_disk_in_the_background_is_raised_by_a_later_call(tmp_path: Path) ->
 
 
 def test_the_same_rollout_again_is_not_an_error_when_the_disk_limit_is_reached(tmp_path: Path) -> None:
-    """A run that is resumed with a full folder goes on: nothing new is written."""
+    """A run that is resumed with a full folder continues, because nothing new is written."""
     RolloutStore(tmp_path, background=False).put(K, rollout_output(4))
     store = RolloutStore(tmp_path, background=False, max_disk=100)
     store.put(K, rollout_output(4))
@@ -556,7 +558,7 @@ def test_prune_keeps_what_may_still_be_needed_and_says_what_it_removed(store: Ro
     elsewhere = folder / ".tmp-another-machine-1-abcdef"
     for path in (part, elsewhere):
         path.write_bytes(b"{}")
-    assert store.prune() == [], "both may belong to a writer that is still writing"
+    assert store.prune() == [], "both may belong to an active writer"
     yesterday = time.time() - 2 * 86400
     for path in (part, elsewhere):
         os.utime(path, (yesterday, yesterday))
@@ -565,11 +567,11 @@ def test_prune_keeps_what_may_still_be_needed_and_says_what_it_removed(store: Ro
     assert_same_batch(rollout_output(4), store.get(K))
 
 
-def test_prune_leaves_a_commit_alone_that_takes_longer_than_the_age_it_was_given(store: RolloutStore) -> None:
+def test_prune_keeps_a_commit_that_takes_longer_than_the_given_age(store: RolloutStore) -> None:
     store.put(K, rollout_output(4))
     folder = Path(store.path) / "step_000001"
     part = folder / f"gen_000.{'0' * 32}.parquet"
-    with store._storage.stage("step_000001"):  # as a commit has it from its beginning to its end
+    with store._storage.stage("step_000001"):  # open for the whole commit
         part.write_bytes(b"{}")
         for path in folder.iterdir():
             os.utime(path, (time.time() - 300,) * 2)
@@ -607,8 +609,8 @@ def test_a_machine_without_memory_does_not_make_an_entry_corrupt(
     assert_same_batch(rollout_output(4), store.get(K))
 
 
-def test_prune_removes_an_old_temporary_file_even_if_its_process_number_lives_again(store: RolloutStore) -> None:
-    """Numbers of processes come round; no dump takes two days."""
+def test_prune_removes_an_old_temporary_file_even_if_its_process_id_is_in_use_again(store: RolloutStore) -> None:
+    """Process IDs are reused, and no dump takes two days."""
     store.put(K, rollout_output(4))
     folder = Path(store.path) / "step_000001"
     staged = LocalStorage(store.path).stage("step_000001")

@@ -1,4 +1,4 @@
-"""The background writer: in order, bounded, nothing forgotten and no failure swallowed."""
+"""The background writer: in order, bounded, no job is lost and no failure is swallowed."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_store_that_is_dropped_without_close_writes_everything_and_ends_its_th
     assert_same_batch(rollout_output(4), RolloutStore(tmp_path).get(K))
 
 
-def test_submit_waits_while_too_much_is_waiting_and_goes_on_when_there_is_room() -> None:
+def test_submit_waits_while_too_much_is_waiting_and_continues_when_there_is_room() -> None:
     gates = [threading.Event() for _ in range(3)]
     writer = BackgroundWriter(100)
     writer.submit(job(0, gates[0].wait, size=60))
@@ -228,7 +228,7 @@ def test_bulk_data_in_cells_counts_as_waiting(
 
 
 def test_a_job_that_is_submitted_while_another_thread_closes_is_done_or_refused() -> None:
-    """Never accepted and forgotten: it waits for room while ``close`` lets the thread end."""
+    """An accepted job is never lost: it waits for room while ``close`` stops the thread."""
     for _ in range(30):
         done: list[int] = []
         refused: list[int] = []
@@ -256,7 +256,7 @@ def test_a_job_that_is_submitted_while_another_thread_closes_is_done_or_refused(
         assert done or refused, "a job was accepted and never done"
 
 
-def test_wait_returns_when_the_key_is_done_whatever_else_is_waiting() -> None:
+def test_wait_returns_when_the_key_is_done_while_others_wait() -> None:
     gate = threading.Event()
     done: list[int] = []
     writer = BackgroundWriter(1000)
@@ -288,7 +288,7 @@ def test_a_rollout_can_be_read_right_after_put(tmp_path: Path) -> None:
 
 
 def test_containers_may_be_changed_as_soon_as_put_has_returned(tmp_path: Path) -> None:
-    """As verl does with a batch after the rollout: it pops, unites and renames."""
+    """As verl does with a batch after the rollout: pop, union and rename."""
     batch, given = rollout_output(4, seed=1), rollout_output(4, seed=2)
     info = {"list": [1]}
     with RolloutStore(tmp_path, background=True) as store:

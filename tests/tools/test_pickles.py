@@ -589,7 +589,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_small_file_cannot_crash_the_reader_or_exhaust_time_or_memory(name: str, verdicts: dict[str, str]) -> None:
     assert verdicts[name].startswith(("DamagedDumpError: ", "UnsafePickleError: "))
     assert "MemoryError" not in verdicts[name]
-    assert len(verdicts[name]) < 600, "what a file says is repeated at a length that people read"
+    assert len(verdicts[name]) < 600, "quoted file content is cut to a readable length"
 
 
 def test_compressed_archive_is_rejected(tmp_path: Path) -> None:

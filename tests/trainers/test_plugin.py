@@ -57,7 +57,7 @@ def test_a_function_is_called_when_a_module_is_imported_and_not_before(package: 
     assert found == [["sync"]]
 
 
-def test_the_function_is_called_at_once_for_a_module_that_is_already_imported(package: Path) -> None:
+def test_the_function_is_called_immediately_for_a_module_that_is_already_imported(package: Path) -> None:
     found: list[ModuleType] = []
     module = importlib.import_module(f"{TRAINERS}.v1")
     import_hook.call_after_import(f"{TRAINERS}.v1", found.append)

@@ -78,7 +78,7 @@ def test_the_reward_function_gets_the_fields_of_tools_and_turns() -> None:
     assert loop.asked is not None
     fields = loop.asked.non_tensor_batch["tool_extra_fields"]
     assert fields[0]["only_of_some"] == "here"
-    assert "only_of_some" not in fields[1], "its agent loop said nothing of it"
+    assert "only_of_some" not in fields[1], "its agent loop did not return it"
     assert not {"acc", "uid", "reward_model", "__num_turns__"} & set(fields[0])
 
 

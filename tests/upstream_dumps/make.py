@@ -1,4 +1,4 @@
-"""Makes the dumps beside this file with verl's own rollout skip. Run it with the interpreter of each version of verl.
+"""Makes the dumps next to this file with verl's own rollout skip. Run it with the interpreter of each version of verl.
 
     python tests/upstream_dumps/make.py tests/upstream_dumps
 
@@ -152,7 +152,7 @@ def make_sampled(folder: Path) -> None:
             batch_size=[ROWS],
         )
         held.set("raw_prompt", NonTensorStack(*input_columns(call)["raw_prompt"]))
-        # TransferQueue is a cluster of Ray actors; what it would return is all that the dump takes from it.
+        # TransferQueue is a cluster of Ray actors; the dump uses only what it returns.
         transfer_queue.kv_batch_get = lambda held=held, **asked: held
         keys = [f"uid-{call}-{row // 2}_{row % 2}_0" for row in range(ROWS)]
         tags = [{"status": "finished", "seq_len": 8} for _ in range(ROWS)]

@@ -91,7 +91,7 @@ RULES: list[Rule] = [
         *("reward.*kwargs", "reward.*kwargs.*", "reward_model.*kwargs", "reward_model.*kwargs.*"),
         part="reward",
     ),
-    *_rules(_NEITHER, "names a class of verl, not a setting", "_target_", "*._target_"),
+    *_rules(_NEITHER, "the name of a verl class, not a setting", "_target_", "*._target_"),
     *_rules(_NEITHER, "this package and verl's own skip", "rollout_skip.*", "skip.*", f"{_R}.skip.*"),
     *_rules(_NEITHER, "old names of settings of this package", f"{_R}.skip_rollout", f"{_R}.skip_dump_dir"),
     *_rules(
@@ -101,7 +101,7 @@ RULES: list[Rule] = [
         f"{_R}.trace.*",
     ),
     *_rules(_NEITHER, "monitoring", f"{_R}.prometheus.*", f"{_R}.moe_load_balance_metrics_interval"),
-    # Environment variables from Ray's runtime_env or the driver. One that is not listed as harmless counts.
+    # Environment variables from Ray's runtime_env or the driver. A variable not listed as harmless counts.
     *(
         Rule(f"{PREFIX}{name}", _NEITHER, f"environment: {reason}")
         for reason, names in HARMLESS.items()
@@ -196,7 +196,7 @@ RULES: list[Rule] = [
         "trainer.resume_from_path",
     ),
     *_rules(_TRAINING, "which rows make up a mini-batch", "trainer.balance_batch"),
-    *_rules(_TRAINING, "which training engine", "trainer.use_legacy_worker_impl"),
+    *_rules(_TRAINING, "the training engine", "trainer.use_legacy_worker_impl"),
     *_rules(
         _NEITHER,
         "part of the run folder's name",
@@ -222,7 +222,7 @@ RULES: list[Rule] = [
     ),
     *_rules(
         _TRAINING,
-        "not a known setting; this block reaches only the trainer, not the engine or the reward function",
+        "an unknown setting; only the trainer reads this block, not the engine or the reward function",
         "trainer.*",
     ),
     # Learning.
@@ -254,7 +254,7 @@ RULES: list[Rule] = [
     *_rules(_TRAINING, "the reference model is part of the loss", "actor_rollout_ref.ref", "actor_rollout_ref.ref.*"),
     *_rules(_NEITHER, "layout and memory of the critic", *(f"critic.{knob}" for knob in _TRAIN_KNOBS)),
     *_rules(_TRAINING, "how the critic learns", "critic.*"),
-    *_rules(_TRAINING, "which training engine", "model_engine", "actor_rollout_ref.hybrid_engine"),
+    *_rules(_TRAINING, "the training engine", "model_engine", "actor_rollout_ref.hybrid_engine"),
     *_rules(_NEITHER, "a timeout", "actor_rollout_ref.nccl_timeout"),
     *_rules(
         _NEITHER,
@@ -272,7 +272,7 @@ RULES: list[Rule] = [
         "actor_rollout_ref.model.use_shm",
     ),
     *_rules(_TRAINING, "how adapters are trained", "actor_rollout_ref.model.lora.dropout*"),
-    # Every other key, known or not, is taken to affect prompts, tokens or rewards.
+    # Every other key, known or not, is assumed to affect prompts, tokens or rewards.
     *_rules(
         _ROLLOUT,
         "the reward function and its settings",
@@ -286,7 +286,7 @@ RULES: list[Rule] = [
     *_rules(_ROLLOUT, "changes the tokens", f"{_R}.*"),
     *_rules(_ROLLOUT, "the model that generates", "actor_rollout_ref.model.*"),
     *_rules(_ROLLOUT, "the teacher's answers are stored with the rollout", "distillation.*"),
-    *_rules(_ROLLOUT, "not a known setting, so it may matter", "*"),
+    *_rules(_ROLLOUT, "an unknown setting, which may affect anything", "*"),
 ]
 
 
@@ -388,7 +388,7 @@ _CONTENT = f"""## Settings that name files
 
 These settings are compared by the content of the files, not by path: you can move a file, and a changed file under the
 same path counts as a change. A single file in `data.train_files` is the same as a list of one. Image, video and audio
-files that the rows of the data name by path are compared by path, size and modification time.
+files that the data references by path are compared by path, size and modification time.
 
 `environment.*` means environment variables: all of `ray_kwargs.ray_init.runtime_env.env_vars`, and those of the driver
 that engines read: {", ".join(f"`{name}`" for name in READ_BY_ENGINES)}.

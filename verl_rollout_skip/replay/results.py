@@ -1,4 +1,4 @@
-"""What the steps of the flow in ``rollout.py`` pass on: a loaded rollout, a miss, and a generated rollout."""
+"""The objects passed along the flow in ``rollout.py``: a loaded rollout, a miss, and a generated rollout."""
 
 from __future__ import annotations
 

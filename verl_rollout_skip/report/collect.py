@@ -134,7 +134,7 @@ def left_out(counted: Counted, sampling: Sampling, read: int, recorded: int, bro
     if read < recorded:
         notes.append(f"{recorded - read:,} of {recorded:,} recorded rollout steps are not selected.")
     if broken:
-        notes.append(f"{broken:,} of {read:,} rollout steps cannot be read. They are listed and not counted.")
+        notes.append(f"{broken:,} of {read:,} rollout steps cannot be read. They are listed but not counted.")
     if counted.shown_groups < counted.groups:
         notes.append(
             f"The charts and the table count all {counted.rows:,} responses. {counted.shown_groups:,} of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 _PERCENTILES = (10, 50, 90)
 _MAX_EXTRAS = 16
-_MAX_REFERENCE = 4000
+_MAX_TEXT = 4000
 _MAX_LOG_PROB = 9999
 
 
@@ -83,7 +83,7 @@ class EntryViews:
     def _open(self, key: RolloutKey, responses: int | None = None) -> _Step:
         sampling = self._sampling
         if responses is not None:
-            sampling = Sampling(sampling.seed, sampling.groups, responses, sampling.tokens)
+            sampling = replace(sampling, responses=responses)
         return _Step(self._entries.entry(key, check_digest=True), self._texts, sampling, self._limit)
 
 
@@ -110,6 +110,15 @@ class _Vocabulary:
     @property
     def json(self) -> list[list[Any]]:
         return [[piece.text, int(piece.kind), list(piece.tokens)] for piece in self._pieces]
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Consecutive tokens as numbers of pieces, with the positions at which each piece starts and ends."""
+
+    numbers: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
 
 class _Step:
@@ -156,24 +165,30 @@ class _Step:
         shown = [self._sampling.rows_of_group(rows) for rows in ranked]
         wanted = sorted({row for rows in shown for row in rows}.union(min(rows) for rows in ranked))
         trajectories = {trajectory.row: trajectory for trajectory in read_trajectories(self._entry, wanted)}
-        extras = {name: self._entry.cells(name, wanted) for name in self._entry.simple_keys()[:_MAX_EXTRAS]}
-        self._extras = {
-            row: {name: cells[index] for name, cells in extras.items() if cells is not None}
-            for index, row in enumerate(wanted)
-        }
-        return [self._group(*group, trajectories) for group in zip(numbers, ranked, shown, strict=True)]
+        extras = self._extras(wanted)
+        return [self._group(*group, trajectories, extras) for group in zip(numbers, ranked, shown, strict=True)]
 
-    def _group(self, number: int, ranked: list[int], shown: list[int], read: dict[int, Trajectory]) -> Json:
+    def _extras(self, rows: list[int]) -> dict[int, Json]:
+        """The values of other simple keys, by row."""
+        found = {name: self._entry.cells(name, rows) for name in self._entry.simple_keys()[:_MAX_EXTRAS]}
+        return {
+            row: {name: number(cells[index]) for name, cells in found.items() if cells is not None}
+            for index, row in enumerate(rows)
+        }
+
+    def _group(
+        self, index: int, ranked: list[int], shown: list[int], read: dict[int, Trajectory], extras: dict[int, Json]
+    ) -> Json:
         first = read[min(ranked)]
         return {
-            "number": number,
-            "prompt_digest": self._names[number],
+            "number": index,
+            "prompt_digest": self._names[index],
             "prompt": self._text(first.prompt),
             "messages": messages(readable(first.messages)),
             "reference": _short(readable(first.reward_model)),
             "data_source": _short(readable(first.data_source)),
             "rows": [self._row(row) for row in ranked],
-            "responses": [self._response(read[row], ranked.index(row), len(ranked)) for row in shown],
+            "responses": [self._response(read[row], ranked.index(row), len(ranked), extras[row]) for row in shown],
         }
 
     def _row(self, row: int) -> Json:
@@ -188,7 +203,7 @@ class _Step:
             "at_limit": length is not None and limit is not None and length >= limit,
         }
 
-    def _response(self, read: Trajectory, rank: int, of: int) -> Json:
+    def _response(self, read: Trajectory, rank: int, of: int, extras: Json) -> Json:
         self.counted.shown_responses += 1
         row, ids = read.row, read.response
         length = 0 if ids is None else len(ids)
@@ -197,7 +212,6 @@ class _Step:
         # Tokens that the model did not generate, such as tool output, are marked.
         shown = self._text(ids, log_probs, None if mask is None or mask.all() else mask == 0)
         mean = None if log_probs is None or not length else number(log_probs.mean(dtype=np.float64))
-        extras = {name: number(value) for name, value in self._extras[row].items()}
         return {"row": row, "rank": rank, "of": of, "mean_log_prob": mean, "extras": extras, "text": shown}
 
     def _per_token(self, name: str, row: int, length: int, kinds: str) -> np.ndarray | None:
@@ -216,22 +230,25 @@ class _Step:
         head, tail = self._sampling.shown_tokens(len(ids))
         cut = len(ids) - head - tail
         self.counted.cut_texts += cut > 0
-        found: Json = {"length": len(ids), "cut": cut, "pieces": [], "cut_at": None}
-        starts: list[int] = []
-        for first, last in [(0, head), (len(ids) - tail, len(ids))] if cut else [(0, len(ids))]:
-            if first:
-                found["cut_at"] = len(found["pieces"])
-            pieces = self._texts.pieces(ids[first:last])
-            found["pieces"] += self.vocabulary.numbers(pieces)
-            starts += np.cumsum([first, *(len(piece.tokens) for piece in pieces)])[:-1].tolist()
+        shown = self._pieces(ids, 0, head)
+        end = self._pieces(ids, len(ids) - tail, len(ids)) if cut else _Pieces()
+        found: Json = {
+            "length": len(ids),
+            "cut": cut,
+            "pieces": shown.numbers + end.numbers,
+            "cut_at": len(shown.numbers) if cut else None,
+        }
+        starts = shown.starts + end.starts
         if log_probs is not None:
-            ends = [*starts[1:], len(ids)]
-            if found["cut_at"] is not None and starts:
-                ends[found["cut_at"] - 1] = head
-            found["log_probs"] = _sums(log_probs, starts, ends)
+            found["log_probs"] = _sums(log_probs, starts, shown.ends + end.ends)
         if not_generated is not None:
             found["not_generated"] = [int(not_generated[start]) for start in starts]
         return found
+
+    def _pieces(self, ids: list[int], first: int, last: int) -> _Pieces:
+        pieces = self._texts.pieces(ids[first:last])
+        bounds = np.cumsum([first, *(len(piece.tokens) for piece in pieces)]).tolist()
+        return _Pieces(self.vocabulary.numbers(pieces), bounds[:-1], bounds[1:])
 
 
 def statistics_json(found: StepStatistics, columns: StepColumns) -> Json:
@@ -309,8 +326,8 @@ def _short(value: Any) -> str | None:
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    more = len(text) - _MAX_REFERENCE
-    return text if more <= 0 else f"{text[:_MAX_REFERENCE]}… ({more} more characters)"
+    more = len(text) - _MAX_TEXT
+    return text if more <= 0 else f"{text[:_MAX_TEXT]}… ({more} more characters)"
 
 
 def _members(numbers: np.ndarray, count: int) -> list[np.ndarray]:

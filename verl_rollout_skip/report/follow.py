@@ -105,7 +105,7 @@ class Follower:
         with self._lock:
             self._state.waiting = 0
 
-    def news(self, after: int) -> str:
+    def changes(self, after: int) -> str:
         """The changes after a revision, as JSON. ``more`` is true if they do not all fit into one response."""
         with self._lock:
             state = self._state
@@ -120,7 +120,7 @@ class Follower:
                     reached = revision
                     break
             removed = [f"{key.step}.{key.gen_batch}" for key, at in state.removed.items() if after < at <= reached]
-            news = {
+            summary = {
                 "revision": reached,
                 "more": reached < state.revision,
                 "reading": state.waiting,
@@ -128,7 +128,7 @@ class Follower:
                 "problems": [text for text in (self.variant.manifest_error, state.problem) if text is not None],
                 "left_out": self._left_out(),
             }
-        return f'{json.dumps(news)[:-1]},"entries":[{",".join(texts)}]}}'
+        return f'{json.dumps(summary)[:-1]},"entries":[{",".join(texts)}]}}'
 
     def _follow(self) -> None:
         while True:
@@ -186,6 +186,6 @@ class Follower:
         dropped = sum(held.full is None for held in self._state.held.values())
         if dropped:
             notes.append(
-                f"The text of the oldest {dropped:,} rollout steps is no longer in memory. Load it in the table."
+                f"The text of the oldest {dropped:,} rollout steps is no longer in memory. Reload it from the table."
             )
         return notes

@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
 
         routes: dict[str, Callable[[], tuple[str, bytes]]] = {
             "": lambda: (_HTML, self._page()),
-            "api/news": lambda: (_JSON, follower.news(number("after")).encode()),
+            "api/changes": lambda: (_JSON, follower.changes(number("after")).encode()),
             "api/groups": lambda: (_JSON, _encode(follower.views.more_groups(key(), number("start"), _MORE_GROUPS))),
             "api/group": lambda: (_JSON, _encode(follower.views.whole_group(key(), number("number")))),
         }

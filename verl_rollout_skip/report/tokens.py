@@ -42,7 +42,7 @@ class PieceKind(IntEnum):
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of a response, and the tokens that produce it."""
+    """A piece of a response's text, and its tokens."""
 
     text: str
     kind: PieceKind

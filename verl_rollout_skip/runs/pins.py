@@ -1,8 +1,8 @@
 """Pins protect steps, or a whole variant, from ``prune``.
 
-Each pin is a small JSON file under ``pins/`` in the variant folder. Only its existence counts; its content is for
-people. So any number of processes can pin and unpin at once, a crash leaves a complete pin or none, and a damaged pin
-still protects.
+Each pin is a small JSON file under ``pins/`` in the variant folder. Only its existence counts; its content is
+informational. So any number of processes can pin and unpin at once, a crash leaves a complete pin or none, and a
+damaged pin still protects.
 """
 
 from __future__ import annotations

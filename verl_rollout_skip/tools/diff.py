@@ -44,7 +44,7 @@ class PromptDifference:
     only_b: int
     reordered: bool
     other_inputs: int | None
-    """Rows with the same prompt but other inputs that differ (answer, data source …); None if not recorded."""
+    """Rows with the same prompt but different other inputs (answer, data source …); None if not recorded."""
 
 
 @dataclass(frozen=True)

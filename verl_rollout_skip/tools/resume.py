@@ -156,15 +156,15 @@ def _apply(config: DictConfig, given: Mapping[str, Any]) -> dict[str, str]:
 def _check_whole(manifest: Manifest, given: Mapping[str, Any]) -> None:
     """Raise if the training loaded some rollouts from elsewhere, unless the setting that did so is overridden."""
     block = manifest.config.get(BLOCK) or {}
-    elsewhere = {"source": None, "reward": "recorded", "on_mismatch": "new"}
-    for key, usual in elsewhere.items():
-        value = block.get(key, usual)
-        if value not in (None, usual, "error") and f"{BLOCK}.{key}" not in given:
+    defaults = {"source": None, "reward": "recorded", "on_mismatch": "new"}
+    for key, default in defaults.items():
+        value = block.get(key, default)
+        if value not in (None, default, "error") and f"{BLOCK}.{key}" not in given:
             raise ConfigError(
                 f"The training of {manifest.path} was started with {BLOCK}.{key}={value}: it loaded rollouts from "
                 f"elsewhere, and only those that it generated itself are recorded here. Run its own command again "
                 f"with {BLOCK}.mode=cache, or resume from these alone with {BLOCK}.{key}="
-                f"{'null' if usual is None else usual}."
+                f"{'null' if default is None else default}."
             )
 
 

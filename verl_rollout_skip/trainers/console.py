@@ -1,4 +1,4 @@
-"""``show_messages``: shows this package's log messages on the console. In a module of its own, so that importing it is
+"""``show_messages``: shows this package's log messages on the console. In a separate module, so that importing it is
 fast."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Entry points: ``train``, and ``SkipTaskRunner`` for verl's ``run_ppo``, which creates the trainer class you name.
+"""Entry points: ``train``, and ``SkipTaskRunner``, a task runner for verl's ``run_ppo`` with any trainer class.
 
 verl's task runner hard-codes ``RayPPOTrainer``. Here the class is an attribute; everything else is the same.
 """
@@ -57,7 +57,7 @@ class SkipTaskRunner(BaseTaskRunner):
 
 
 def train(config: DictConfig, task_runner: type = SkipTaskRunner) -> None:
-    """Train with recorded rollouts. Otherwise the same as verl's entry point: V1 or V0 according to ``use_v1``."""
+    """Train with recorded rollouts. Otherwise the same as verl's entry point: V1 or V0, depending on ``use_v1``."""
     if config.trainer.use_v1:
         _validate(config)
         use_skip_trainer(config)
@@ -69,7 +69,9 @@ def train(config: DictConfig, task_runner: type = SkipTaskRunner) -> None:
 def _resources(config: DictConfig) -> DictConfig:
     """The configuration for the resource pools: no devices for a reward model that a replay does not start."""
     settings = SkipConfig.from_config(config)
-    return config if settings.starts_engine or not settings.loads_rewards else without_reward_model(config)
+    if settings.loads_rewards and not settings.starts_engine:
+        return without_reward_model(config)
+    return config
 
 
 def _validate(config: DictConfig) -> None:
@@ -79,7 +81,8 @@ def _validate(config: DictConfig) -> None:
 
 def _dataset(config: DictConfig, model: Any, is_train: bool) -> Any:
     data = config.data
-    files, limit = (data.train_files, "train_max_samples") if is_train else (data.val_files, "val_max_samples")
-    return create_rl_dataset(
-        files, data, model.tokenizer, model.processor, is_train=is_train, max_samples=data.get(limit, -1)
-    )
+    if is_train:
+        files, limit = data.train_files, data.get("train_max_samples", -1)
+    else:
+        files, limit = data.val_files, data.get("val_max_samples", -1)
+    return create_rl_dataset(files, data, model.tokenizer, model.processor, is_train=is_train, max_samples=limit)

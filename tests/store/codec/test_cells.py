@@ -26,7 +26,7 @@ def comes_back(value: Any) -> Any:
     """Send one value through JSON text and blobs and compare it with itself; returns what came back."""
     blobs: list[Any] = []
     text = cells.encode(value, blobs, "cell")
-    json.loads(text.encode())  # what people and SQL engines read is valid JSON in UTF-8
+    json.loads(text.encode())  # the text is valid JSON in UTF-8 for other readers
     decoded = cells.decode(text, CellBlobs.of([bytes(blob_view(blob)) for blob in blobs]))
     assert_same_object(value, decoded)
     inline = json.loads(json.dumps(cells.encode_inline(value, "meta_info")))
@@ -108,7 +108,7 @@ def test_lone_surrogates_are_not_joined_to_one_character(text: str) -> None:
     ],
     ids=repr,
 )
-def test_dict_keys_that_are_no_strings_come_back(value: dict) -> None:
+def test_dict_keys_that_are_not_strings_come_back(value: dict) -> None:
     comes_back(value)
 
 
@@ -261,7 +261,7 @@ def test_images_keep_their_palette_and_their_transparency(image: Image.Image) ->
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
 def test_an_image_opened_from_a_file_comes_back_as_an_image(tmp_path: Path, mode: str) -> None:
-    """With what its file says of it: a transparent color, its orientation, its resolution."""
+    """With the metadata of its file: a transparent color, its orientation, its resolution."""
     image = (
         Image.new("I;16", (4, 3), 40_000) if mode == "I;16" else Image.new("RGB", (4, 3), (10, 20, 30)).convert(mode)
     )
@@ -303,7 +303,7 @@ def test_rows_that_share_one_object_share_one_object_again() -> None:
     assert_comes_back(proto)
 
 
-def test_equal_objects_of_their_own_stay_apart() -> None:
+def test_equal_but_separate_objects_stay_separate() -> None:
     proto = data_proto(x=[{"a": [1]} for _ in range(4)], y=[[] for _ in range(4)])
     loaded, _ = load(dump(proto))
     loaded.non_tensor_batch["x"][0]["a"].append("changed")

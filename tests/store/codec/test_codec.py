@@ -1,4 +1,4 @@
-"""What a dumped rollout looks like from outside, and what the codec promises besides exactness."""
+"""What a dumped rollout looks like from outside, and what the codec guarantees besides exactness."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def summary_of(batch: Any, inputs: Any = None) -> codec.Summary:
 
 
 def written(prepared: codec.Prepared) -> bytes:
-    """The Parquet file of a rollout step that was prepared before."""
+    """The Parquet file of a rollout step that is already prepared."""
     plan, sink = codec.Plan(prepared), io.BytesIO()
     (rows,) = plan.split(1 << 40)
     plan.write(rows, sink)
@@ -65,7 +65,7 @@ def tensor_bytes(proto: DataProto) -> int:
 
 
 def as_jagged(proto: DataProto, keys: tuple[str, ...] = ("prompts", "responses", "rm_scores")) -> TensorDict:
-    """The same rollout as V1 has it: without padding."""
+    """The same rollout in V1's form, without padding."""
     prompt_width = proto.batch["prompts"].shape[1]
     inside = proto.batch["attention_mask"].bool()
     rows = {}
@@ -164,7 +164,7 @@ def test_an_input_that_differs_from_its_echo_is_kept() -> None:
     assert "in__raw_prompt" not in stored
 
 
-def test_scores_and_lengths_are_columns_of_their_own() -> None:
+def test_scores_and_lengths_are_separate_columns() -> None:
     rollout = rollout_output()
     rollout.batch["rm_scores"][2, 0] += 0.25
     table = table_of(dump(rollout))
@@ -213,7 +213,7 @@ def digests_of(output: DataProto, given: Any) -> list[str]:
     return table_of(dump(output, given))["skip__prompt_digest"].to_pylist()
 
 
-def test_the_prompt_digest_tells_prompts_apart_and_samples_of_one_prompt_not() -> None:
+def test_the_prompt_digest_distinguishes_prompts_but_not_samples_of_one_prompt() -> None:
     digests = digests_of(rollout_output(), rollout_input())
     assert digests[0::2] == digests[1::2]
     assert len(set(digests)) == 4
@@ -338,7 +338,7 @@ def test_loaded_batches_share_no_memory_with_each_other() -> None:
     assert_same_batch(output, load(data)[0])
 
 
-def test_the_same_rollout_has_the_same_content_whatever_its_uid_and_timing() -> None:
+def test_the_same_rollout_has_the_same_content_regardless_of_uid_and_timing() -> None:
     output, given, again = rollout_output(), rollout_input(), rollout_input()
     slower = rollout_output()
     slower.meta_info["timing"] = {"agent_loop/generate_sequences/mean": 99.0}
@@ -351,7 +351,7 @@ def test_the_same_rollout_has_the_same_content_whatever_its_uid_and_timing() -> 
 
 
 def test_another_attention_mask_is_another_content_even_if_no_tensor_lost_its_padding() -> None:
-    """Tokens behind the end of a response are stored as they are, and then the mask alone says where it ends."""
+    """Tokens after the end of a response are stored as is; only the mask says where it ends."""
     contents = set()
     for response_length in (3, 4):
         mask = torch.ones(2, 10, dtype=torch.int64)
@@ -428,7 +428,7 @@ def test_a_parquet_file_of_somebody_else_is_named_as_such() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet at all" * 100], ids=["empty", "magic", "text"])
-def test_what_is_no_parquet_file_is_corrupt(data: bytes) -> None:
+def test_a_file_that_is_not_parquet_is_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptEntryError):
         codec.Reader([data], 1 << 30)
 
@@ -479,7 +479,7 @@ def test_input_and_output_must_have_the_same_rows() -> None:
     ],
     ids=["list", "dict", "no batch dimension", "lazy stack", "non-tensors among tensors"],
 )
-def test_what_is_no_rollout_is_refused(batch: Any, message: str) -> None:
+def test_an_object_that_is_not_a_rollout_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(UnsupportedBatchError, match=message):
         codec.prepare(batch)
 
@@ -516,7 +516,7 @@ def test_meta_info_that_is_too_long_in_the_file_is_refused(monkeypatch: pytest.M
 
 
 def test_two_batches_whose_meta_info_fills_the_description_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each alone would do; a file with both in its footer could be written and never read."""
+    """Each alone fits, but a file with both in its footer could be written and never read."""
     monkeypatch.setattr(encoder, "_MAX_DESCRIPTION_BYTES", 10_000)
     batch, given = (data_proto(x=np.arange(2)) for _ in range(2))
     batch.meta_info["x"] = given.meta_info["x"] = '"' * 1500

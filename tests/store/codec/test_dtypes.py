@@ -1,4 +1,4 @@
-"""Every element type keeps its bits, and is stored as a number that people can read where that is exact."""
+"""Every element type keeps its bits, and is stored as a readable number where that is exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zeroed memory for large arrays: like ``np.zeros``, and padding that nobody writes takes no memory."""
+"""Zeroed memory for large arrays: like ``np.zeros``, and padding that is never written takes no memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_array_outlives_what_made_it_and_becomes_a_tensor() -> None:
     assert tensor.is_contiguous()
 
 
-def test_threads_get_memory_of_their_own() -> None:
+def test_threads_get_separate_memory() -> None:
     memory = ZeroedMemory()
 
     def fill(number: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""TensorDicts as V1 uses them: nested tensors of every make, nested TensorDicts, non-tensors between tensors."""
+"""TensorDicts as V1 uses them: nested tensors of every kind, nested TensorDicts, non-tensors between tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_position_ids_that_verl_makes_ragged_by_hand_come_back() -> None:
 
 
 def test_a_nested_tensor_that_does_not_fit_its_values_is_refused_until_verl_fixes_it() -> None:
-    # What tensordict leaves of position ids of vision models that were pickled.
+    # Position ids of vision models after tensordict has pickled them.
     broken = from_jagged(torch.arange(18).reshape(3, 6), torch.tensor([0, 2, 6]))
     batch = batch_of(position_ids=broken)
     with pytest.raises(UnsupportedBatchError, match="position_ids"):
@@ -158,7 +158,7 @@ def test_what_verl_helpers_build_comes_back() -> None:
     assert_comes_back(get_tensordict(columns, {"global_steps": 3, "config": {"a": [1]}}))
 
 
-def test_the_input_has_derived_columns_of_its_own() -> None:
+def test_the_input_has_its_own_derived_columns() -> None:
     output = data_proto({"response_mask": torch.tensor([[1, 0]]), "echo": torch.tensor([[1]])})
     given = data_proto(
         {
@@ -192,7 +192,7 @@ def test_one_key_may_name_a_tensor_and_an_array() -> None:
     assert_comes_back(data_proto({"x": torch.zeros(2)}, x=[1, "two"]), data_proto({"x": torch.ones(2)}, x=[1, "two"]))
 
 
-def test_a_key_that_is_no_text_is_refused() -> None:
+def test_a_key_that_is_not_valid_text_is_refused() -> None:
     with pytest.raises(UnsupportedBatchError, match="not valid Unicode"):
         dump(data_proto(**{"\ud83d\ude00": [1]}))
 

@@ -1,4 +1,4 @@
-"""Where a padded batch has its tokens, and what follows from that."""
+"""Token positions in a padded batch, and the tensors derived from them."""
 
 from __future__ import annotations
 

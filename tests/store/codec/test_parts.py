@@ -1,4 +1,4 @@
-"""An entry may be cut into several Parquet files, each readable alone, and repeated bulk data is stored once."""
+"""An entry may be cut into several Parquet files, each readable on its own, and repeated bulk data is stored once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pixels(seed: int, size: int = 60_000) -> torch.Tensor:
 
 
 def vision_rollout(size: int = 60_000) -> tuple[DataProto, DataProto]:
-    """Each prompt has an image; every sample holds a copy of it, in the input and in the output."""
+    """Each prompt has an image; every sample has a copy of it, in the input and in the output."""
     output, inputs = rollout_output(ROWS), rollout_input(ROWS)
 
     def cells() -> np.ndarray:
@@ -99,7 +99,7 @@ def test_repeated_images_are_stored_once_and_come_back_shared() -> None:
     assert len({id(image) for image in images}) == PROMPTS
 
 
-def test_output_and_input_share_images_in_whatever_order_they_are_read() -> None:
+def test_output_and_input_share_images_in_any_reading_order() -> None:
     output, inputs = vision_rollout()
     reader = codec.Reader([dump(output, inputs)], 1 << 30)
     found: list[Any] = [reader.input(), reader.output(), reader.input()]
@@ -220,7 +220,7 @@ def test_blobs_that_an_earlier_part_has_too_are_written_in_pieces(monkeypatch: p
     assert_same_batch(batch, load(*parts)[0])
 
 
-def test_parts_may_have_encodings_of_their_own() -> None:
+def test_parts_may_have_different_encodings() -> None:
     """Several processes may write the parts of one entry, and each proves its encodings on its own rows."""
     output, inputs = rollout_output(ROWS), rollout_input(ROWS)
     output.batch["response_mask"][10, 1] = 0
@@ -289,7 +289,7 @@ TRAPS = {
     "objects that differ": with_column(OBJECT, [0, 0, 0, 0]),
     "missing cells": with_column("x", [None] * 4),
     "no blobs": lambda description, table: table.drop_columns(["skip__blobs"]),
-    "no numbers of blobs": lambda description, table: table.drop_columns([BLOBS_OF]),
+    "missing blob numbers": lambda description, table: table.drop_columns([BLOBS_OF]),
     "no objects": lambda description, table: table.drop_columns([OBJECT]),
 }
 

@@ -1,4 +1,4 @@
-"""Whatever a rollout holds, it comes back bit for bit: thousands of made-up batches through the codec.
+"""Any rollout is restored bit for bit: property tests with thousands of generated batches.
 
 Hypothesis chooses structure (shapes, dtypes, names, what is padded with what, what is wrong by one element); bulk
 values come from a seeded generator, as raw bits, so that NaN payloads, -0.0 and infinities are everywhere.
@@ -128,7 +128,7 @@ def padded_rollout(data: st.DataObject, rows: int | None = None) -> dict[str, to
 
 
 def extra_tensors(data: st.DataObject, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that are padded like the others (or not) and have any dtype and any dimensions before or behind."""
+    """Tensors that are padded like the others (or not) and have any dtype and any dimensions before or after."""
     rows, prompt_width = tensors["prompts"].shape
     windows = {
         "prompt": tensors["attention_mask"][:, :prompt_width].bool(),
@@ -375,7 +375,7 @@ def test_keys_of_any_name_come_back(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_inputs_that_the_output_hands_through_come_back(data: st.DataObject) -> None:
+def test_inputs_that_the_output_copies_come_back(data: st.DataObject) -> None:
     rows = data.draw(st.integers(0, 4), "rows")
     given_tensors, given_arrays = padded_rollout(data, rows), {}
     for number in range(3):

@@ -73,7 +73,7 @@ class DapoLoop(VerlTrainer):  # type: ignore[misc, valid-type]
         return batch[np.flatnonzero(differ)], timing
 
     def _rewarded(self, batch: DataProto) -> DataProto:
-        if "rm_scores" in batch.batch.keys():  # noqa: SIM118 - a TensorDict is no dict
+        if "rm_scores" in batch.batch.keys():  # noqa: SIM118 - a TensorDict is not a dict
             scores = batch.batch["rm_scores"]
         else:
             scores = self.reward_fn(batch)

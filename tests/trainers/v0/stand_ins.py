@@ -268,7 +268,7 @@ def _padded(
         extras = {"turn_scores": [], "tool_rewards": [], "min_global_steps": None, "max_global_steps": None}
     if len(result) > 1:
         extras["reward_extra_info"] = dict(result)
-    # verl builds these from what has been checked already.
+    # verl builds these from values that are already checked.
     return agent_loop._InternalAgentLoopOutput.model_construct(
         prompt_ids=prompt_ids,
         response_ids=response_ids,

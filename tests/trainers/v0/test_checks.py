@@ -36,7 +36,7 @@ class OwnGeneration(VerlTrainer):  # type: ignore[misc, valid-type]
         self.actor_rollout_wg.update_actor(batch)
 
 
-def test_a_loop_that_generates_in_another_way_is_stopped_before_it_trains(trainings: Trainings) -> None:
+def test_a_loop_that_generates_differently_is_stopped_before_it_trains(trainings: Trainings) -> None:
     class OwnLoop(RolloutSkipMixin, OwnGeneration):
         pass
 
@@ -55,7 +55,7 @@ def test_a_misspelled_block_is_rejected_before_anything_starts(trainings: Traini
     assert not trainings.dumps.exists()
 
 
-def test_a_loop_that_also_updates_in_another_way_is_an_error_at_the_end_of_its_training(trainings: Trainings) -> None:
+def test_a_loop_that_also_updates_differently_is_an_error_at_the_end_of_its_training(trainings: Trainings) -> None:
     class OwnLoop(RolloutSkipMixin, OwnGeneration):
         def _step(self, batch: DataProto) -> None:
             pass
@@ -65,7 +65,7 @@ def test_a_loop_that_also_updates_in_another_way_is_an_error_at_the_end_of_its_t
     assert "Step 1 has no rollout step" in str(failed.error)
 
 
-def test_a_loop_that_generates_in_another_way_is_fine_if_the_mode_is_off(trainings: Trainings) -> None:
+def test_a_loop_that_generates_differently_is_fine_if_the_mode_is_off(trainings: Trainings) -> None:
     class OwnLoop(RolloutSkipMixin, OwnGeneration):
         def _step(self, batch: DataProto) -> None:
             pass

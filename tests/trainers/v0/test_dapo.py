@@ -263,7 +263,7 @@ def test_tensors_of_the_dataset_belong_to_the_recorded_prompts_too(
     monkeypatch.setattr(RLHFDataset, "__getitem__", with_difficulty)
     recording = run(trainings, "record", train_sampler=list(range(16)))
     replayed = run(trainings, "replay", "rollout_skip.prompts=recorded", train_sampler=list(range(15, -1, -1)))
-    assert "difficulty" in replayed.trained[0].batch.keys()  # noqa: SIM118 - a TensorDict is no dict
+    assert "difficulty" in replayed.trained[0].batch.keys()  # noqa: SIM118 - a TensorDict is not a dict
     assert_same_batches(recording.trained, replayed.trained)
 
 

@@ -1,4 +1,4 @@
-"""The dumps of a training are complete when its ``fit`` ends, whichever class or object that ``fit`` comes from."""
+"""The dumps of a training are complete when its ``fit`` ends, regardless of which class or object defines it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NO_LOGGER = "trainer.logger=[]"
 ALL = [(1, 0), (2, 0), (3, 0)]
 
 
-def loop_of_its_own(trainer: Any) -> str:
+def own_loop(trainer: Any) -> str:
     """A loop like in recipes that copy verl's: it never calls the inherited ``fit`` of the mixin."""
     RayPPOTrainer.fit(trainer)
     return "the result"
 
 
 class OwnFit(SkipTrainer):
-    fit = loop_of_its_own
+    fit = own_loop
 
 
 class OwnFitAgain(OwnFit):
@@ -45,7 +45,7 @@ class PatchedClass(SkipTrainer):
     """Its ``fit`` is assigned after the class is defined."""
 
 
-PatchedClass.fit = loop_of_its_own  # type: ignore[method-assign, assignment]
+PatchedClass.fit = own_loop  # type: ignore[method-assign, assignment]
 
 
 class Failing(SkipTrainer):
@@ -75,7 +75,7 @@ def test_a_custom_fit_waits_for_the_dumps(trainings: Trainings, kind: type, resu
 
 def test_a_fit_assigned_to_the_trainer_waits_for_the_dumps(trainings: Trainings) -> None:
     trainer = trainings.make("record", NO_LOGGER)
-    trainer.fit = lambda: loop_of_its_own(trainer)
+    trainer.fit = lambda: own_loop(trainer)
     assert trainer.fit() == "the result"
     assert trainings.recorded_keys == ALL
 

@@ -41,8 +41,8 @@ def test_a_recorded_training_is_repeated_from_its_dumps(trainings: Trainings) ->
         assert_same_training(plain, training)
 
 
-@pytest.mark.skipif(VERL < (0, 9), reason="before verl 0.9 there is no such setting")
-def test_a_recording_of_a_v0_trainer_says_so_whatever_use_v1_says(trainings: Trainings) -> None:
+@pytest.mark.skipif(VERL < (0, 9), reason="verl before 0.9 does not have this setting")
+def test_a_recording_of_a_v0_trainer_says_so_regardless_of_use_v1(trainings: Trainings) -> None:
     """verl's default is V1 and only its own entry point reads it; ``rollout-skip resume`` relies on it."""
     trainings.run("record", "trainer.use_v1=True")
     (manifest,) = trainings.dumps.glob("*/*/manifest.json")
@@ -178,7 +178,7 @@ def test_repeat_continues_by_cycling_through_the_recorded_steps(trainings: Train
 ALGORITHMS = {
     "critic": ["algorithm.adv_estimator=gae"],
     "penalty in the reward": ["algorithm.use_kl_in_reward=True"],
-    "one sample a prompt": ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
+    "one sample per prompt": ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
     "rollouts in another order": ["trainer.balance_batch=False"],
 }
 

@@ -52,7 +52,7 @@ class SkipRealStart(RolloutSkipMixin, RealStart):
 
 
 @pytest.fixture
-def ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if VERL >= (0, 7):
         monkeypatch.setattr(
             "verl.experimental.reward_loop.RewardLoopManager", lambda **_: SimpleNamespace(reward_loop_workers=[])
@@ -62,7 +62,7 @@ def ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.shutdown()
 
 
-def test_no_server_and_no_agent_loop_is_started(trainings: Trainings, ray_of_its_own: None) -> None:
+def test_no_server_and_no_agent_loop_is_started(trainings: Trainings, own_ray: None) -> None:
     recording = trainings.run("record", LARGE_SERVERS)
     roles = {Role.ActorRollout: ray.remote(Worker)}
     replayed = trainings.run("replay", LARGE_SERVERS, trainer=SkipRealStart, roles=roles)

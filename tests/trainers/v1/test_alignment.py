@@ -97,7 +97,7 @@ def test_the_refills_of_a_rejected_entry_are_put_back_before_the_next_one_is_ali
     assert len(training.in_flight) == 3
 
 
-def test_a_changed_prompt_is_noticed_before_refills_are_drawn(tmp_path: Path) -> None:
+def test_a_changed_prompt_is_detected_before_refills_are_drawn(tmp_path: Path) -> None:
     training = Training([1, 9], refills=[3])
     with pytest.raises(
         InputMismatch, match=r"prompt 1 of the 3 that its step drew from the data has changed:\n.*2\+1="
@@ -106,7 +106,7 @@ def test_a_changed_prompt_is_noticed_before_refills_are_drawn(tmp_path: Path) ->
     assert training.refills == [3]
 
 
-def test_a_changed_prompt_that_was_not_trained_on_is_noticed(tmp_path: Path) -> None:
+def test_a_changed_prompt_that_was_not_trained_on_is_detected(tmp_path: Path) -> None:
     training = Training([1, 2], refills=[9])
     with pytest.raises(InputMismatch, match=r"prompt 2 of the 3 .*, which it did not train on, has changed"):
         training.alignment.align(recorded(tmp_path, drawn=[1, 2, 3], trained=[1, 2]))

@@ -34,7 +34,7 @@ SEPARATE = (
 )
 KINDS = {"colocate": (ColocateTrainer, STEPS), "separate": (SeparateTrainer, SEPARATE)}
 
-# verl 0.9.0 fills its prefetch window again although a checkpoint has restored the prompts in it.
+# verl 0.9.0 refills its prefetch window even though a checkpoint has restored the prompts in it.
 resumes_exactly = pytest.mark.skipif(
     not hasattr(PPOTrainer, "_add_async_warmup_batches"), reason="verl 0.9.0 draws more prompts after a resume"
 )
@@ -70,7 +70,7 @@ def test_a_replay_samples_the_recorded_batches_with_their_staleness(trainings: T
     assert again.engine.prompts == []
     assert again.weights.sent == []
     assert prompts_left(again) == prompts_left(recorded) == PROMPTS
-    assert len(again.left_over) == PROMPTS, "what was loaded is still in TransferQueue"
+    assert len(again.left_over) == PROMPTS, "loaded rows are still in TransferQueue"
 
 
 def test_several_samples_per_step_are_recorded_separately(trainings: Trainings) -> None:
@@ -126,7 +126,7 @@ def test_the_end_of_a_recording_says_how_to_continue_from_its_checkpoint(
 ) -> None:
     logging.getLogger("verl_rollout_skip").addHandler(caplog.handler)
     trainings.train("record", "trainer.total_training_steps=1", kind=ColocateTrainer)
-    assert "to continue from here" not in caplog.text, "without a checkpoint it cannot go on"
+    assert "to continue from here" not in caplog.text, "it cannot continue without a checkpoint"
     trainings.train("refresh", "trainer.total_training_steps=1", "trainer.save_freq=1", kind=ColocateTrainer)
     assert "manifest.json (from its last checkpoint; the steps after it are recorded again)" in caplog.text
 
@@ -154,7 +154,7 @@ def test_cache_records_if_nothing_is_recorded_and_never_mixes_loaded_and_generat
         trainings.train("cache", "trainer.total_training_steps=6", kind=ColocateTrainer)
 
 
-def test_settings_that_cannot_be_exact_are_rejected_before_anything_starts(trainings: Trainings) -> None:
+def test_settings_that_cannot_be_replayed_exactly_are_rejected_before_anything_starts(trainings: Trainings) -> None:
     trainings.train("record", *STEPS, kind=ColocateTrainer)
     for mode in ("repeat", "repeat_last"):
         with pytest.raises(ConfigError, match="a recorded step cannot replace another one"):

@@ -127,7 +127,7 @@ def test_a_function_that_transfer_queue_lacks_is_an_error_that_names_it(
 def test_a_method_that_the_client_of_transfer_queue_lacks_is_an_error_that_names_it(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    # _run_coroutine comes from a base class, so that None stands for a method that is not there.
+    # _run_coroutine comes from a base class and cannot be deleted, so None stands for a missing method.
     monkeypatch.setattr(transfer_queue.TransferQueueClient, name, None)
     with pytest.raises(UnsupportedTrainerError, match=rf"TransferQueueClient .* it has no {name}, which RolloutSkip"):
         check_trainer(v1.SkipPPOTrainerSync)

@@ -105,7 +105,7 @@ def test_prompts_that_were_drawn_ahead_and_put_back_are_not_lost_with_a_checkpoi
     one_step = (*FILTER, "trainer.total_training_steps=1", "+rollout_skip.on_mismatch=reuse", "trainer.save_freq=1")
     saved = after_recording.train("cache", *one_step, engine=Mixed())
     assert hits(saved) == []
-    assert len(saved.engine.prompts) == PROMPTS < len(drawn), "all that was drawn ahead is used up"
+    assert len(saved.engine.prompts) == PROMPTS < len(drawn), "no prompts drawn ahead are left"
     resumed = after_recording.train(
         None,
         *two_steps[:-1],

@@ -1,6 +1,6 @@
-"""verl finds the trainers of this package and of users, whatever is imported first.
+"""verl finds the trainers of this package and of users in any order of imports.
 
-Every order needs a process in which nothing of verl is imported. They are forked from one that has imported the
+Each order needs a process that has not imported verl. These processes are forked from one that has imported the
 libraries that verl needs, because those take most of the time.
 """
 

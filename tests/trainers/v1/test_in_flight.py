@@ -31,7 +31,7 @@ def batch(*numbers: int, run: str = "run", step: int = 1) -> TensorDict:
     return made
 
 
-def flying(*numbers: int, run: str = "run") -> InFlight:
+def in_flight(*numbers: int, run: str = "run") -> InFlight:
     prompts = InFlight()
     prompts.add(batch(*numbers, run=run))
     return prompts
@@ -42,7 +42,7 @@ def digests(prompts: InFlight) -> list[str]:
 
 
 def test_the_same_prompts_have_the_same_digests_in_other_runs_steps_and_batches() -> None:
-    together, alone = flying(1, 2, 3), InFlight()
+    together, alone = in_flight(1, 2, 3), InFlight()
     for number in (1, 2, 3):
         alone.add(batch(number, run="another", step=7))
     assert digests(together) == digests(alone)
@@ -55,12 +55,12 @@ def test_any_changed_column_changes_the_digest(change: str) -> None:
     other.set(change, batch(5, 2).get(change))
     changed = InFlight()
     changed.add(other)
-    same = [old == new for old, new in zip(digests(flying(1, 2)), digests(changed), strict=True)]
+    same = [old == new for old, new in zip(digests(in_flight(1, 2)), digests(changed), strict=True)]
     assert same == [False, True]
 
 
 def test_rows_are_repeated_as_often_as_they_were_sampled() -> None:
-    rows = flying(1, 2, 3).rows([2, 0, 2])
+    rows = in_flight(1, 2, 3).rows([2, 0, 2])
     assert rows["index"] == [3, 1, 3]
     assert rows["uid"] == ["run-3", "run-1", "run-3"]
     assert rows["image"].tolist() == [[3, 2], [1, 2], [3, 2]]
@@ -68,7 +68,7 @@ def test_rows_are_repeated_as_often_as_they_were_sampled() -> None:
 
 
 def test_sampled_and_dropped_prompts_are_gone_and_the_others_are_no_longer_new() -> None:
-    prompts = flying(1, 2, 3, 4)
+    prompts = in_flight(1, 2, 3, 4)
     gone = prompts.gone(sampled=["run-2"], waiting=["run-3", "run-4"])
     assert gone == [0, 1]
     prompts.settle(gone)
@@ -87,7 +87,7 @@ def test_prompts_of_a_checkpoint_are_in_flight_but_not_drawn() -> None:
 
 def test_a_prompt_that_was_never_drawn_is_an_error() -> None:
     with pytest.raises(InertError, match="'run-9' did not pass through"):
-        flying(1).positions(["run-9"])
+        in_flight(1).positions(["run-9"])
 
 
 class Loader:

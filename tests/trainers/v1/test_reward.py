@@ -1,4 +1,4 @@
-"""``reward: recompute`` in V1, for each way to score the recording and the replay. The reward workers are on Ray."""
+"""``reward: recompute`` in V1, for each way to score the recording and the replay. The reward workers run on Ray."""
 
 from __future__ import annotations
 

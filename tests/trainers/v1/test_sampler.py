@@ -1,4 +1,4 @@
-"""Data that a sampler returns besides the rows, fields read from TransferQueue, and a TransferQueue that fails."""
+"""Data that a sampler returns with the rows, fields read from TransferQueue, and a TransferQueue that fails."""
 
 from __future__ import annotations
 
@@ -69,36 +69,36 @@ def sampler(tmp_path: Path) -> Callable[..., tuple[str, str]]:
     def write(extra_info: str, fields: str = "None") -> tuple[str, str]:
         file = tmp_path / "sampler.py"
         file.write_text(SAMPLER.replace("EXTRA_INFO", extra_info).replace("FIELDS", fields))
-        place = "+trainer.v1.sampler.custom_sampler"
-        return f"{place}.path={file}", f"{place}.name=Sampler"
+        setting = "+trainer.v1.sampler.custom_sampler"
+        return f"{setting}.path={file}", f"{setting}.name=Sampler"
 
     return write
 
 
-class Looking(SyncTrainer):
-    """Keeps the data of each batch besides its rows."""
+class Inspecting(SyncTrainer):
+    """Keeps the data of each batch other than its rows."""
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         extra_info = {
             name: (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
             for name, value in batch.extra_info.items()
         }
-        self.__dict__.setdefault("looked_at", []).append((extra_info, copy.copy(batch.fields), batch.partition_id))
+        self.__dict__.setdefault("inspected", []).append((extra_info, copy.copy(batch.fields), batch.partition_id))
         return super()._balance_batch(batch, metrics)
 
 
 @pytest.mark.parametrize("mode", ["cache", "replay"])
 def test_data_that_a_sampler_adds_to_a_batch_comes_back_with_it(trainings: Trainings, sampler: Any, mode: str) -> None:
     settings = sampler(EXTRA_INFO, "['responses', 'response_mask']")
-    recorded = trainings.train("record", *settings, kind=Looking)
-    (first, fields, partition), *_ = recorded.looked_at
+    recorded = trainings.train("record", *settings, kind=Inspecting)
+    (first, fields, partition), *_ = recorded.inspected
     assert first["weights"][0] == "torch.bfloat16"
     assert first["curriculum"] == "{'level': np.float32(1.0), 'kinds': ('easy', None)}"
     assert first["temperature"] == "1.0", "verl sets it after the sample"
     assert (fields, partition) == (["responses", "response_mask"], "train")
-    again = trainings.train(mode, *settings, kind=Looking)
+    again = trainings.train(mode, *settings, kind=Inspecting)
     assert hits(again) == [1, 2, 3]
-    assert again.looked_at == recorded.looked_at
+    assert again.inspected == recorded.inspected
     assert again.trained == recorded.trained
 
 
@@ -223,14 +223,14 @@ def test_a_failed_read_does_not_stop_a_step_that_is_not_recorded(
 @pytest.mark.parametrize(
     ("setting", "whole"), [("steps=[2]", [2]), ("max_dump_steps=1", [1]), ("steps=all", [1, 2, 3])]
 )
-def test_only_the_fields_for_the_lineage_are_read_of_steps_that_are_not_recorded(
+def test_steps_that_are_not_recorded_are_read_only_for_the_lineage(
     trainings: Trainings, monkeypatch: pytest.MonkeyPatch, setting: str, whole: list[int]
 ) -> None:
     queue = use(Queue(), monkeypatch)
     trainings.train("cache", f"+rollout_skip.{setting}")
-    sizes = {step: names for step, names in enumerate(queue.read, start=1) if names != sorted(LEARNED_FROM)}
-    assert list(sizes) == whole
-    assert all({"input_ids", "extra_fields", *LEARNED_FROM} < set(names) for names in sizes.values())
+    read_whole = {step: names for step, names in enumerate(queue.read, start=1) if names != sorted(LEARNED_FROM)}
+    assert list(read_whole) == whole
+    assert all({"input_ids", "extra_fields", *LEARNED_FROM} < set(names) for names in read_whole.values())
 
 
 def test_the_lineage_is_the_same_whether_or_not_earlier_steps_are_recorded(trainings: Trainings) -> None:

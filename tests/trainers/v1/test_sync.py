@@ -71,7 +71,7 @@ def recording(queue: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
 
 @pytest.fixture
 def recorded(recording: tuple[Trainings, Any]) -> Any:
-    """The trainer that recorded what ``after_recording`` has."""
+    """The trainer that made the recording in ``after_recording``."""
     return recording[1]
 
 
@@ -82,8 +82,8 @@ def after_recording(recording: tuple[Trainings, Any], tmp_path: Path) -> Trainin
 
 
 def in_any_order(step: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """The rows of an update sorted by prompt, session and output, for runs whose trajectories finished in another
-    order; how long it took to generate a row does not repeat."""
+    """The rows of an update sorted by prompt, session and output, for runs whose trajectories finished in a
+    different order."""
     columns = {name: values for name, values in step.items() if name not in ("keys", "uid")}
     rows = [
         (int(index), *key[1:], *(values[row] for values in columns.values()))
@@ -177,7 +177,7 @@ def test_the_recording_has_groups_of_unequal_size_several_outputs_and_failed_ses
     sessions = [{(prompt, session) for prompt, session, _ in step["keys"]} for step in trained]
     assert min(map(len, sessions)) < PROMPTS * SAMPLES, "no failed session"
     orders = [[prompt for prompt, _, _ in step["keys"]] for step in trained]
-    assert any(order != sorted(order) for order in orders), "trajectories did not finish in turn"
+    assert any(order != sorted(order) for order in orders), "trajectories finished in the order of their prompts"
 
 
 def test_missing_steps_are_generated_from_their_own_prompts_with_the_right_weights(
@@ -249,7 +249,7 @@ def test_a_changed_seed_temperature_or_dataset_is_never_a_hit(after_recording: T
     other = after_recording.train("cache", "trainer.total_training_steps=1", *overrides)
     assert hits(other) == []
     assert len(other.engine.prompts) == PROMPTS
-    assert len(list(after_recording.dumps.glob("*/*/manifest.json"))) == 2, "not a variant of its own"
+    assert len(list(after_recording.dumps.glob("*/*/manifest.json"))) == 2, "not a separate variant"
 
 
 def test_the_recorded_batch_can_replace_other_prompts(after_recording: Trainings, recorded: Any) -> None:
@@ -260,7 +260,7 @@ def test_the_recorded_batch_can_replace_other_prompts(after_recording: Trainings
     unskipped = trainings.train(None, "data.seed=2", "trainer.total_training_steps=4", kind=PlainTrainer)
     later = trainings.train("cache", *settings, "trainer.total_training_steps=4")
     assert hits(later) == STEPS
-    assert later.engine.prompts == unskipped.engine.prompts[3 * PROMPTS :], "the dataloader stands elsewhere"
+    assert later.engine.prompts == unskipped.engine.prompts[3 * PROMPTS :], "the dataloader is at another position"
 
 
 def test_repeat_cycles_through_the_recorded_steps_and_repeat_last_loads_the_last_one(
@@ -323,7 +323,7 @@ def test_a_v0_training_rejects_a_rollout_of_a_v1_trainer_with_the_reason(
         skip.step(RolloutKey(1), rollout_input(18), _never)
 
 
-def test_a_loop_that_samples_in_another_way_is_an_error(trainings: Trainings) -> None:
+def test_a_loop_that_samples_differently_is_an_error(trainings: Trainings) -> None:
     class OwnLoop(SyncTrainer):
         def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:
             self._held.clear()
@@ -363,7 +363,7 @@ def test_an_untested_version_of_verl_records_and_replays_with_one_warning(
     assert trainings.train("replay").trained == recorded.trained
 
 
-def test_a_trajectory_whose_prompt_was_submitted_in_another_way_is_an_error(trainings: Trainings) -> None:
+def test_a_trajectory_whose_prompt_was_submitted_differently_is_an_error(trainings: Trainings) -> None:
     class OwnPrompts(SyncTrainer):
         def _add_batch_to_generate(self) -> None:
             batch = self._next_train_batch()
@@ -409,10 +409,10 @@ def test_fifty_loaded_steps_leave_transfer_queue_as_clean_as_fifty_generated_one
     for trainer in (generated, loaded):
         assert [keys for keys, _ in trainer.found] == [[]] * 50
     most = max(allocated for _, allocated in generated.found)
-    assert all(allocated <= most for _, allocated in loaded.found), "rows of TransferQueue were not given back"
+    assert all(allocated <= most for _, allocated in loaded.found), "rows of TransferQueue were not freed"
 
 
-def test_an_engine_that_fails_everything_fails_as_without_recording(trainings: Trainings) -> None:
+def test_a_step_whose_sessions_all_fail_ends_the_training_as_without_recording(trainings: Trainings) -> None:
     class Broken(Engine):
         def generate_sequences(self, batch: Any) -> None:
             tags = [{"status": "failure"}] * len(batch)
@@ -455,7 +455,7 @@ def test_prompts_that_cannot_be_stored_are_never_a_hit(
 
 
 class SleepyWeights(Weights):
-    """Knows whether the engine is awake."""
+    """Tracks whether the engine is awake."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -504,4 +504,4 @@ def _allocated() -> int:
 
 
 def _never(*_: Any) -> Any:
-    raise AssertionError("generated, or looked for what is generated, although it should have been loaded")
+    raise AssertionError("generated or polled, although the step should have been loaded")

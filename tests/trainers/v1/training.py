@@ -1,8 +1,8 @@
 """V1 trainings without models: verl's own ``fit``, replay buffer, dataloader and TransferQueue, on a real Ray.
 
-What needs a GPU is left out: no worker computes or updates anything, and instead of agent loops and servers an engine
-answers at once, with groups of unequal size, several outputs a session, failed sessions and an order that differs from
-run to run. A training keeps what each of its updates got to see.
+What needs a GPU is left out: no worker computes or updates anything, and an engine that responds immediately replaces
+agent loops and servers, with groups of unequal size, several outputs per session, failed sessions and an order that
+varies from run to run. A training keeps the data that each update saw.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PARTITION = "train"
 class Rewards(Enum):
     """Where the rewards come from."""
 
-    BY_FUNCTION = "a reward worker scored the session, as verl lets it do"
-    BY_LOOP = "the agent loop gave the reward itself"
+    BY_FUNCTION = "a reward worker scores the session, as in verl"
+    BY_LOOP = "the agent loop returns the reward itself"
     LATER = "a colocated reward model scores after the sample"
 
 
 @dataclass
 class Engine:
-    """Responds at once. A response depends only on the prompt, the sample and the version of the weights."""
+    """Responds immediately. A response depends only on the prompt, the sample and the version of the weights."""
 
     rewards: Rewards = Rewards.BY_FUNCTION
     version: int = 0
@@ -208,7 +208,7 @@ class PlainTrainer(WithoutWorkers, PPOTrainerSync):
 
 
 def seen(batch: KVBatchMeta) -> dict[str, Any]:
-    """Everything that an update could get from TransferQueue, with the uids numbered in order of appearance."""
+    """Everything that an update could read from TransferQueue, with the uids numbered in order of appearance."""
     fields = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
     numbers: dict[str, int] = {}
     keys = [key.rsplit("_", 2) for key in batch.keys]
@@ -235,7 +235,7 @@ class Trainings:
             self._write_files(folder / "inputs")
 
     def copied(self, folder: Path) -> Trainings:
-        """The same in another folder."""
+        """A copy in another folder."""
         shutil.copytree(self.folder, folder, dirs_exist_ok=True)
         return Trainings(folder)
 
@@ -271,7 +271,7 @@ class Trainings:
         return config
 
     def train(self, mode: str | None, *overrides: str, kind: type = SyncTrainer, engine: Engine | None = None) -> Any:
-        """Train to the end and clear TransferQueue. Returns the trainer with what it kept."""
+        """Train to the end and clear TransferQueue. Returns the trainer with the data that it kept."""
         skip = [f"+rollout_skip.mode={mode}", f"+rollout_skip.dump_dir={self.dumps}"] if mode else []
         trainer = kind(config=self.config(*skip, f"trainer.v1.trainer_mode={base_mode(kind)}", *overrides))
         trainer.engine = engine or Engine()
@@ -310,7 +310,7 @@ def hits(trainer: Any) -> list[int]:
 
 
 def results(trainer: Any) -> dict[int, dict[str, Any]]:
-    """The metrics that must repeat."""
+    """The metrics that must be the same in a replay."""
     return {
         step: {name: value for name, value in metrics.items() if not name.startswith("rollout_skip/")}
         for step, metrics in trainer.logged.items()

@@ -40,7 +40,8 @@ def command(src: str, dst: str, steps: str | None, read_back: bool, jobs: int) -
     tokenizers and pins.
 
     DST gets the same folder structure as SRC. The digest of each entry is checked, and each entry is copied completely
-    or not at all. Run the same command again to continue after an interruption or to copy what was recorded since.
+    or not at all. Run the same command again to continue after an interruption or to copy steps recorded
+    since then.
     Nothing is overwritten: if DST has a different rollout under the same key, it is kept and reported.
 
     The exit code is 1 if entries or manifests are damaged or in conflict. The others are copied.
@@ -114,7 +115,7 @@ def _check_space(dst: str, work: list[tuple[Variant, str, list[RolloutKey]]]) ->
     free = free_bytes(storage.root)
     if needed > free:
         raise StoreError(
-            f"The copy needs {format_size(needed)}, but only {format_size(free)} are free in {storage.root}. Free some "
+            f"The copy needs {format_size(needed)}, but only {format_size(free)} is free in {storage.root}. Free some "
             "space, choose another destination, or copy fewer steps with --steps."
         )
 

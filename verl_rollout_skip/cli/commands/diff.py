@@ -47,7 +47,7 @@ def command(a: str, b: str, steps: str | None, tokenizer: str | None) -> Result:
     differing token, and how scores and lengths change. Rows are paired by the tokens of their prompts.
 
     The exit code is 0 if the settings, the training and the rollouts are the same, and 1 otherwise. Layout and
-    versions do not count.
+    versions are ignored.
     """
     selection_a, selection_b = select(a, steps), select(b, steps)
     pairs, only_a, only_b = _pair_variants(selection_a, selection_b)
@@ -252,7 +252,7 @@ def _render_details(console: Console, step: dict[str, Any]) -> None:
     if prompts is not None and prompts["other_inputs"]:
         print_line(
             console,
-            f"{name}: {pluralize(prompts['other_inputs'], 'row')} with the same prompt but other inputs that differ",
+            f"{name}: {pluralize(prompts['other_inputs'], 'row')} with the same prompt but different other inputs",
         )
     if step["columns"]:
         print_line(console, f"{name}: columns that differ: {', '.join(step['columns'])}")

@@ -57,12 +57,12 @@ def command(path: str, dst: str, trust_pickle: bool, config: str | None, step: i
     """
     if not trust_pickle:
         raise ConfigError(
-            f"{path} contains pickles, which can contain code. This command never runs it, but pass --trust-pickle to "
-            "confirm that you know where the dumps come from."
+            f"{path} contains pickles, which can contain code. This command never runs that code, but it requires "
+            "--trust-pickle to confirm that you know where the dumps come from."
         )
     source = Path(path).expanduser()
     dumps, incomplete = find_dumps(source, step)
-    # Imported late: importing torch takes seconds, and a wrong path should fail at once.
+    # Imported late: importing torch takes seconds, and a wrong path should fail immediately.
     from verl_rollout_skip.tools.upstream.importing import Destination, import_dumps, read_config
 
     settings = None if config is None else read_config(Path(config).expanduser())

@@ -38,7 +38,7 @@ def command(manifest: str, overrides: tuple[str, ...], dry_run: bool) -> Result:
     show_messages()
     resumption = plan_resumption(manifest, overrides)
     check_environment()
-    # Imported late: importing torch takes seconds, and a wrong path should fail at once.
+    # Imported late: importing torch takes seconds, and a wrong path should fail immediately.
     from verl_rollout_skip.replay.rollout import RolloutSkip
     from verl_rollout_skip.store.reader import StoreReader
 

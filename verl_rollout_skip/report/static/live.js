@@ -12,14 +12,14 @@ async function fetchJson(what) {
 async function poll() {
   let wait = POLL_MS;
   try {
-    const news = await fetchJson(`api/news?after=${revision}`);
-    revision = news.revision;
-    news.removed.forEach(removeEntry);
-    news.entries.forEach(addEntry);
-    if (news.entries.length || news.removed.length) drawAll();
-    drawNotes(news.problems, news.left_out);
-    showStatus(news.reading ? `reading, ${format(news.reading)} left` : "live", "good");
-    if (news.more) wait = 0;
+    const changes = await fetchJson(`api/changes?after=${revision}`);
+    revision = changes.revision;
+    changes.removed.forEach(removeEntry);
+    changes.entries.forEach(addEntry);
+    if (changes.entries.length || changes.removed.length) drawAll();
+    drawNotes(changes.problems, changes.left_out);
+    showStatus(changes.reading ? `reading, ${format(changes.reading)} left` : "live", "good");
+    if (changes.more) wait = 0;
   } catch (error) {
     showStatus("no connection", "bad");
     wait = 2 * POLL_MS;

@@ -1,4 +1,4 @@
-"""Executes a plan. What was pinned or recorded after the plan was made is kept."""
+"""Executes a plan. Anything pinned or recorded after the plan was made is kept."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def execute(plan: Plan, on_step: Callable[[], None] = lambda: None) -> Kept:
 
 
 def _remove_step(storage: Storage, step: RecordedStep) -> bool:
-    """Remove a step, and return whether that was done: a step recorded again after the plan was made is kept."""
+    """Remove a step unless it was recorded again after the plan was made. Returns whether it was removed."""
     folder = names.folder_name(step.keys[0])
     found = [(storage.info(folder, planned.name), planned) for planned in step.records.values()]
     if any(now is not None and now.version != planned.version for now, planned in found):
@@ -105,7 +105,7 @@ def _may_be_written(storage: Storage, file: FileInfo) -> bool:
 
 
 def _remove_rest(variant: RecordedVariant, files: Mapping[str, list[FileInfo]]) -> None:
-    """Remove those of the remaining files that this package wrote into the variant folder; the manifest last."""
+    """Remove the remaining files that this package wrote into the variant folder, the manifest last."""
     storage = variant.storage
     for folder, found in sorted(files.items()):
         is_own = folder in (TOKENIZER, TRAININGS)
@@ -129,7 +129,7 @@ def _remove_partial(storage: Storage) -> None:
                 storage.delete(folder, file)
         _remove_if_empty(storage, folder)
     if isinstance(storage, LocalStorage):
-        with contextlib.suppress(OSError):  # there is none, or something else is in it
+        with contextlib.suppress(OSError):  # missing or not empty
             os.rmdir(storage.root)
 
 

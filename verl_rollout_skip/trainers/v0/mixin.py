@@ -159,7 +159,7 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
 
     def _end_training(self) -> None:
         super()._end_training()
-        # This also catches loops that update in another way. The last step may or may not have been completed.
+        # This also catches loops that update some other way. The last step may or may not have been completed.
         missing = self._rollout_keys.first_without_rollout(end=getattr(self, "global_steps", 0))
         if missing is not None:
             self._check_rollout_step(missing)

@@ -53,7 +53,7 @@ class PromptRows:
     names: list[str]
 
     def select(self, positions: Iterable[int]) -> PromptRows:
-        """Only the prompts at these positions, with their own tensors: a view would be sent with all that it views."""
+        """Only the prompts at these positions, with copied tensors: sending a view would send its whole storage."""
         return PromptRows({position: _own(self.prompts[position]) for position in set(positions)}, self.names)
 
     def rows(self, positions: Iterable[int]) -> TensorDict:
@@ -99,12 +99,12 @@ class InFlight:
             return [position_of[uid] for uid in uids]
         except KeyError as error:
             raise InertError(
-                f"A trajectory was sampled whose prompt {error} did not pass through _submit_batch_to_rollout of this "
-                "trainer: the trainer generates in another way, so a recording could not be replayed."
+                f"A trajectory was sampled, but its prompt {error} did not pass through _submit_batch_to_rollout of "
+                "this trainer. The trainer generates some other way, so a recording could not be replayed."
             ) from None
 
     def known(self, uids: Collection[str]) -> list[tuple[str, int]]:
-        """Those of some uids that belong to prompts in flight, with the positions of the prompts."""
+        """The given uids that belong to prompts in flight, with the positions of the prompts."""
         return [(prompt.uid, position) for position, prompt in enumerate(self._prompts) if prompt.uid in uids]
 
     def digests(self, positions: Iterable[int]) -> list[str]:
@@ -145,7 +145,7 @@ def _own(row: dict[str, Any]) -> dict[str, Any]:
 
 def _rows(batch: TensorDict) -> list[dict[str, Any]]:
     columns: dict[str, list[Any]] = {}
-    for name in batch.keys():  # noqa: SIM118 - iterating a TensorDict walks its rows
+    for name in batch.keys():  # noqa: SIM118 - iterating over a TensorDict yields its rows
         column = batch.get(name)
         if name == _SUBMITTED_AT:
             continue
@@ -159,6 +159,6 @@ def _rows(batch: TensorDict) -> list[dict[str, Any]]:
 def _column(found: list[Any]) -> Any:
     if all(isinstance(cell, torch.Tensor) for cell in found):
         return torch.stack(found)
-    # tensordict spends most of its time wrapping cells, and the rows of a prompt share theirs.
+    # tensordict spends most of its time wrapping cells, and rows of the same prompt share cells.
     wrapped = {id(cell): NonTensorData(cell) for cell in found}
     return NonTensorStack.from_list([wrapped[id(cell)] for cell in found])

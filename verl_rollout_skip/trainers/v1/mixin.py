@@ -178,7 +178,7 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         if self._is_on and not self._is_sync:
             self._in_flight.restore(asynchronous.restored_prompts(forget_trajectories=self._holds_back))
             if self._holds_back:
-                self._loader.ahead = True  # what was put before would have been taken for trajectories of a checkpoint
+                self._loader.ahead = True  # rows put earlier would be mistaken for trajectories of the checkpoint
                 self.rollout_skip.prefetch_first(self.global_steps)
         return 0 if self._holds_back else super()._reissue_inflight_prompts(partition_id)
 
@@ -198,7 +198,7 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         """Called by verl's loop instead of ``replay_buffer.sample``."""
         if partition_id != PARTITION:
             return self._sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        self._finish_reading()  # of the sample before, if a step has several
+        self._finish_reading()  # of the previous sample, if a step has several
         started = time.perf_counter()
         key = self._last_key = self._next_key(self.global_steps)
         found = self._find(key)

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on one machine. A node may have a disk of its own where the others share a folder."""
+"""A Ray cluster of several nodes on one machine. A node may have its own disk where the others share a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from ray.cluster_utils import Cluster
 
 UNITS = 2
-_NOTICE_DEAD_NODES_SOON = {
+_DETECT_DEAD_NODES_QUICKLY = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 4,
@@ -28,7 +28,7 @@ class Nodes:
     """A head node for the driver, and nodes that TransferQueue's storage units run on."""
 
     def __init__(self) -> None:
-        head = {"num_cpus": 4, "include_dashboard": False, "_system_config": _NOTICE_DEAD_NODES_SOON}
+        head = {"num_cpus": 4, "include_dashboard": False, "_system_config": _DETECT_DEAD_NODES_QUICKLY}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._cluster.add_node(num_cpus=UNITS + 2)
         ray.init(address=self._cluster.address, log_to_driver=False)
@@ -39,7 +39,7 @@ class Nodes:
         return [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != self.head]
 
     def add(self, own_disk: Path | None = None) -> str:
-        """Start another node. ``own_disk`` is a folder that it sees empty, on a disk that no other node has."""
+        """Start another node. On this node, ``own_disk`` is an empty folder on a disk that no other node has."""
         before = set(self.others())
         start = [str(Path(sys.executable).parent / "ray"), "start", f"--address={self._cluster.address}", "--block"]
         command = [*start, "--num-cpus=1", "--object-store-memory=150000000", "--disable-usage-stats"]
@@ -72,7 +72,7 @@ class Nodes:
 def cluster() -> Iterator[Nodes]:
     """The driver on one node, TransferQueue on both; tests add more nodes.
 
-    Ray notes the address of a cluster in its temporary folder, where other processes of this machine would find it.
+    Ray writes the address of a cluster to its temporary folder, where other processes on this machine would find it.
     """
     before = os.environ.get("RAY_TMPDIR")
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
@@ -90,6 +90,6 @@ def cluster() -> Iterator[Nodes]:
 
 
 def has_own_disks() -> bool:
-    """Whether a process may mount a disk that no other process sees."""
+    """Whether this process may mount a disk that no other process sees."""
     command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
     return os.path.isdir("/mnt") and subprocess.run(command, capture_output=True).returncode == 0

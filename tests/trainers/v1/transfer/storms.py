@@ -30,7 +30,7 @@ class SlowEngine(Engine):
 
 
 def committed(trainings: Trainings) -> set[RolloutKey]:
-    """The recorded steps. Each of them, and each partial one, can be read."""
+    """The recorded steps. Checks that each of them, and each partial one, can be read."""
     found: set[RolloutKey] = set()
     for manifest in trainings.dumps.glob("*/*/manifest.json"):
         store, partial = RolloutStore(manifest.parent), RolloutStore(manifest.parent / PARTIAL)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def train(folder: Path, started: Path) -> None:
-    """Run a training with a Ray of its own. It creates ``started`` when its first step begins to generate."""
+    """Run a training with its own Ray instance. It creates ``started`` when its first step begins to generate."""
 
     class Reports(SlowEngine):
         def generate_sequences(self, batch: TensorDict) -> None:
@@ -64,7 +64,7 @@ def test_a_killed_driver_loses_nothing_that_was_committed(tmp_path: Path) -> Non
 
 
 def check_replay(trainings: Trainings) -> None:
-    """What several killed trainings have recorded is a complete recording."""
+    """Several killed trainings have together made a complete recording."""
     with transfer_queue():
         again = trainings.train("replay", *SETTINGS)
         assert hits(again) == list(range(1, LAST + 1))
@@ -72,7 +72,7 @@ def check_replay(trainings: Trainings) -> None:
 
 
 class Killer:
-    """Kills processes of this machine that run one of our tasks, at random moments, until it has killed ``count``."""
+    """Kills child processes that run one of these tasks, at random moments, until it has killed ``count``."""
 
     def __init__(self, count: int, names: tuple[str, ...]) -> None:
         self.killed: list[str] = []

@@ -45,7 +45,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def noting_nodes(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a task, which notes the node that it runs on."""
+    """Wraps the function of a task to note the node that it runs on."""
 
     def task(*arguments: Any) -> Any:
         (folder / ray.get_runtime_context().get_node_id()).touch()
@@ -77,14 +77,14 @@ def test_every_node_reads_and_writes_a_shared_folder(
     assert again.trained == recorded.trained
     assert results(again) == results(recorded)
     assert again.left_over == []
-    everyone = {nodes.head, *nodes.others()}
-    assert len(everyone) > 1
-    assert names(used["write"]) == names(used["put"]) == everyone
-    assert f"all {len(everyone)} nodes can read and write {trainings.dumps}" in caplog.text
+    all_nodes = {nodes.head, *nodes.others()}
+    assert len(all_nodes) > 1
+    assert names(used["write"]) == names(used["put"]) == all_nodes
+    assert f"all {len(all_nodes)} nodes can read and write {trainings.dumps}" in caplog.text
 
 
 @needs_own_disks
-def test_a_node_with_a_disk_of_its_own_neither_reads_nor_writes(
+def test_a_node_with_its_own_disk_neither_reads_nor_writes(
     nodes: Nodes, trainings: Trainings, used: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     trainings.dumps.mkdir()
@@ -102,7 +102,7 @@ def test_a_node_with_a_disk_of_its_own_neither_reads_nor_writes(
 
 
 def refusing(driver: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a task, as on a node that the folder is not mounted on."""
+    """Wraps the function of a task to fail as on a node where the folder is not mounted."""
 
     def task(*arguments: Any) -> Any:
         if os.getpid() != driver:
@@ -128,11 +128,11 @@ def test_if_only_the_driver_reaches_the_folder_tasks_still_encode_and_decode(
     assert names(used["encode"]) | names(used["put"]) == {nodes.head, *nodes.others()}
 
 
-def killing_its_node(marker: Path, head: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a task, which ends the node that was added last while it runs there, once."""
+def killing_its_node(marker: Path, node: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the function of a task to kill ``node`` while it runs there, once."""
 
     def task(*arguments: Any) -> Any:
-        if ray.get_runtime_context().get_node_id() == head and not marker.exists():
+        if ray.get_runtime_context().get_node_id() == node and not marker.exists():
             marker.touch()
             raylet = psutil.Process(os.getpid())
             while "raylet" not in raylet.name():

@@ -77,7 +77,7 @@ def partial_record(trainings: Trainings, key: RolloutKey) -> EntryRecord | None:
 
 
 def wait_for_partial(trainings: Trainings, key: RolloutKey, prompts: int) -> None:
-    """Wait until so many prompts of a step are recorded."""
+    """Wait until this many prompts of a step are recorded."""
     deadline = time.monotonic() + 60
     while prompts:
         record = partial_record(trainings, key)
@@ -138,7 +138,7 @@ def test_a_later_step_continues_after_the_loaded_ones(trainings: Trainings) -> N
     check_pairs(again, step=3)
 
 
-def test_it_continues_after_several_crashes(trainings: Trainings) -> None:
+def test_a_step_continues_after_several_crashes(trainings: Trainings) -> None:
     first = train_and_die(trainings, finished=2)
     second = train_and_die(trainings, finished=2)
     third = trainings.train("cache", *SETTINGS)
@@ -187,7 +187,7 @@ def test_another_learning_rate_generates_all_prompts_of_a_later_step(
     train_and_die(trainings, finished=2, version=2)
     again = trainings.train("cache", *SETTINGS, "actor_rollout_ref.actor.optim.lr=0.5")
     assert len(again.engine.asked(2)) == PROMPTS
-    assert "because that training had other settings" in caplog.text
+    assert "because that training had different settings" in caplog.text
 
 
 def test_a_training_that_learned_from_other_rollouts_generates_all_prompts(
@@ -197,7 +197,7 @@ def test_a_training_that_learned_from_other_rollouts_generates_all_prompts(
     RolloutStore(trainings.variant()).delete(RolloutKey(1))
     again = trainings.train("cache", *SETTINGS)
     assert len(again.engine.asked(2)) == PROMPTS
-    assert "because that training had learned from other rollouts" in caplog.text
+    assert "because that training had learned from different rollouts" in caplog.text
 
 
 def test_a_damaged_part_is_set_aside_and_all_prompts_are_generated(
@@ -243,7 +243,7 @@ def test_record_and_refresh_generate_every_prompt(trainings: Trainings) -> None:
         assert len(again.engine.asked(0)) == PROMPTS
 
 
-def test_null_turns_it_off(trainings: Trainings) -> None:
+def test_partial_every_null_records_no_finished_prompts(trainings: Trainings) -> None:
     with pytest.raises(Dies):
         trainings.train("cache", *SETTINGS, "rollout_skip.partial_every=null", engine=DiesEarly(trainings, 0))
     assert not list(trainings.dumps.rglob(PARTIAL))
@@ -254,7 +254,7 @@ def test_a_short_step_writes_nothing(trainings: Trainings) -> None:
     assert not list(trainings.dumps.rglob(PARTIAL))
 
 
-def test_a_folder_that_cannot_be_written_is_reported_once_and_the_training_goes_on(
+def test_a_folder_that_cannot_be_written_is_reported_once_and_the_training_continues(
     trainings: Trainings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""Batches from a real TransferQueue and back into it: every field, bit by bit, in order, under other uids."""
+"""Batches are read from a real TransferQueue and put back: every field, bit for bit, in order, under other uids."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_metrics_of_a_sample_come_back_with_their_types(tmp_path: Path) -> N
     assert repr(back.metrics) == repr(metrics)
 
 
-def test_a_field_under_a_name_that_recordings_use_is_an_error() -> None:
+def test_a_field_with_a_reserved_name_is_an_error() -> None:
     batch = batch_of(put("a", 0, [1], tq_tag="mine"))
     fields, partial = rows.fetch(batch)
     with pytest.raises(UnsupportedBatchError, match="'tq_tag'"):

@@ -76,7 +76,7 @@ def recording(queue: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
 
 @pytest.fixture
 def recorded(recording: tuple[Trainings, Any]) -> Any:
-    """The trainer that recorded what ``after_recording`` has."""
+    """The trainer that made the recording in ``after_recording``."""
     return recording[1]
 
 
@@ -109,7 +109,7 @@ def test_a_sample_recorded_by_tasks_has_several_parts_and_the_digest_that_the_dr
 
 @pytest.mark.parametrize("overrides", [TASKS, ()], ids=["tasks", "driver"])
 @pytest.mark.parametrize("mode", ["cache", "replay"])
-def test_it_is_loaded_bit_for_bit_by_tasks_and_by_the_driver(
+def test_a_sample_recorded_by_tasks_is_loaded_bit_for_bit_by_tasks_and_by_the_driver(
     after_recording: Trainings, recorded: Any, mode: str, overrides: tuple[str, ...]
 ) -> None:
     again = after_recording.train(mode, *overrides)
@@ -134,7 +134,7 @@ def test_the_rows_never_reach_the_driver(trainings: Trainings) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_asynchronous_trainings_too(trainings: Trainings, name: str) -> None:
+def test_tasks_move_the_samples_of_asynchronous_trainings(trainings: Trainings, name: str) -> None:
     kind, overrides = KINDS[name]
     recorded = trainings.train("record", *TASKS, *overrides, kind=kind)
     again = trainings.train("replay", *TASKS, *overrides, kind=kind)
@@ -144,7 +144,7 @@ def test_asynchronous_trainings_too(trainings: Trainings, name: str) -> None:
 
 
 class LooksAtCheckpoints(WithoutWorkers):
-    """A training that notes the trajectories in TransferQueue when verl saves a checkpoint of it."""
+    """A training that counts the trajectories in TransferQueue when verl saves its checkpoint."""
 
     def _save_checkpoint(self) -> None:
         listed = tq.kv_list(PARTITION)[PARTITION]
@@ -166,7 +166,7 @@ def test_rows_that_are_put_ahead_are_not_in_the_checkpoints_of_an_asynchronous_r
     assert [key for key in again.left_over if "_" in key] == []
 
 
-def test_refills_of_dapo_too(trainings: Trainings) -> None:
+def test_tasks_move_the_refills_of_dapo(trainings: Trainings) -> None:
     dapo = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
     recorded = trainings.train("record", *TASKS, *dapo)
     again = trainings.train("replay", *TASKS, *dapo)
@@ -218,7 +218,7 @@ def test_a_damaged_part_is_set_aside_and_its_step_generated_again(after_recordin
 
 
 def killed_once(marker: Path, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a task; the first one of all tasks kills its own process."""
+    """Wraps the function of a task; the first task that calls it kills its own process."""
 
     def task(*arguments: Any) -> Any:
         try:
@@ -246,7 +246,7 @@ def test_a_task_whose_process_dies_is_run_again(
 
 
 def only_in_this_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a task, which fails on every node but the driver."""
+    """Wraps the function of a task to fail in every process except the driver."""
     driver = os.getpid()
 
     def task(*arguments: Any) -> Any:
@@ -283,7 +283,7 @@ def reject_all() -> None:
     tq.kv_batch_put(keys=keys, partition_id=PARTITION, fields=fields)
 
 
-class RejectsAtOnce(SyncTrainer):
+class RejectsImmediately(SyncTrainer):
     """A training that changes rows as soon as it has sampled them, which verl's own never does."""
 
     def on_sample_end(self) -> None:
@@ -300,12 +300,12 @@ class Rejecting(WithoutWorkers):
 
 
 class RejectsLater(RolloutSkipMixin, Rejecting, PPOTrainerSync):
-    """So its rows can be read while it computes log-probs."""
+    """Its rows can be read while it computes log-probs."""
 
     keeps_sampled_rows = True
 
 
-@pytest.mark.parametrize("kind", [RejectsAtOnce, RejectsLater])
+@pytest.mark.parametrize("kind", [RejectsImmediately, RejectsLater])
 def test_the_rows_are_recorded_as_they_were_sampled_although_the_training_changes_them(
     trainings: Trainings, kind: type
 ) -> None:
@@ -414,7 +414,7 @@ class Unstorable(Engine):
         return outputs
 
 
-def test_a_sample_that_cannot_be_stored_is_a_failed_dump_and_the_training_goes_on(
+def test_a_sample_that_cannot_be_stored_is_a_failed_dump_and_the_training_continues(
     trainings: Trainings, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained = trainings.train("cache", *TASKS, engine=Unstorable())

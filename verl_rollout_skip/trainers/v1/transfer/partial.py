@@ -163,7 +163,7 @@ class PartialRollouts:
         try:
             yield
         finally:
-            stopped.set()  # what it is just reading is discarded
+            stopped.set()  # whatever it is reading now is discarded
 
     def close(self) -> None:
         """Remove the partial entries of steps that are complete now."""
@@ -181,11 +181,11 @@ class PartialRollouts:
         """Why prompts that another training generated are not those of the current weights; None if they are."""
         current = self._skip.policy_of(key.step)
         if None in current.values() or recorded.get(LINEAGE) in (None, UNKNOWN):
-            return "it is unknown what one of the two trainings has learned from"
+            return "it is unknown which rollouts one of the two trainings has learned from"
         if recorded.get(LINEAGE) != current[LINEAGE]:
-            return "that training had learned from other rollouts"
+            return "that training had learned from different rollouts"
         if key.step > 1 and any(recorded.get(name) != value for name, value in current.items()):
-            return "that training had other settings"
+            return "that training had different settings"
         return None
 
     def _is_recorded(self, position: int) -> bool:

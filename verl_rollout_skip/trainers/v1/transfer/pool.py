@@ -56,13 +56,13 @@ class TaskPool:
         self._reported: set[bool] = set()
 
     def takes(self, size: int, what: str) -> bool:
-        """Whether tasks move a rollout of this size. The log says so the first time: ``what`` follows."""
+        """Whether tasks move a rollout of this size. Logs each decision once; ``what`` is the start of that message."""
         moved = self._setting is Tasks.ON or (self._setting is Tasks.AUTO and size >= TASK_BYTES)
         if moved not in self._reported:
             self._reported.add(moved)
             reason = f"{BLOCK}.tasks is {self._setting.value!r}"
             if self._setting is Tasks.AUTO:
-                reason = f"it takes about {format_size(size)}, and tasks take over from {format_size(TASK_BYTES)} on"
+                reason = f"it takes about {format_size(size)}, and tasks are used from {format_size(TASK_BYTES)}"
             logger.info("%s by %s, because %s", what, "Ray tasks" if moved else "the driver", reason)
         return moved
 
@@ -123,7 +123,7 @@ class TaskPool:
     def write(self, folder: str, key: RolloutKey, parts: Sequence[tuple[int, Any]]) -> list[RecordedPart]:
         """Write encoded parts, given as numbers of rows and references. The driver writes what no node can write."""
         nodes = self.nodes(folder)
-        # A node that does not share the folder would write into one of its own, so no other node may take over.
+        # A node that does not share the folder would write to its own local folder, so no other node may take over.
         calls = [
             lambda node, part=part: _task(tasks.write, node, soft=False).remote(folder, key, *part) for part in parts
         ]

@@ -1,6 +1,6 @@
 """Reads a generated sample from TransferQueue, to record it or to compute its digest.
 
-Tasks read a large sample while the training continues; the driver reads a small one at once.
+Tasks read a large sample while the training continues; the driver reads a small one immediately.
 """
 
 from __future__ import annotations

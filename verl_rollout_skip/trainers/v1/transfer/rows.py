@@ -28,7 +28,7 @@ from verl_rollout_skip.trainers.v1.compat import PARTITION, field_names, rows_by
 POSITION, SESSION, INDEX, TAG, SAMPLE = "tq_place", "tq_session", "tq_index", "tq_tag", "tq_sample"
 _PARTS = {"keys", "tags", "partition_id", "fields", "extra_info"}
 _OWN = (POSITION, SESSION, INDEX, TAG, SAMPLE)
-# With fewer rows, requests cost more than taking columns apart.
+# With fewer rows, requests cost more than splitting columns into cells.
 _SPLIT_FROM = 256
 
 
@@ -144,9 +144,9 @@ def pack_rows(
 ) -> None:
     """Add the other recorded data to fetched rows: the parts of their keys, their tags, and ``whole``."""
     for name in _OWN:
-        if name in found.keys():  # noqa: SIM118 - iterating a TensorDict walks its rows
+        if name in found.keys():  # noqa: SIM118 - iterating over a TensorDict yields its rows
             raise UnsupportedBatchError(
-                f"The rollout has a field {name!r}, but recordings use this name for a field of their own."
+                f"The rollout has a field {name!r}, but this name is reserved for recordings. Rename the field."
             )
     trajectories = [Trajectory.parse(key) for key in keys]
     found.set(POSITION, torch.tensor(positions))
@@ -219,8 +219,8 @@ def put_rows(
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Put recorded rows into TransferQueue, except those without a uid, and return their keys and tags.
 
-    ``partial`` are the fields that only some rows have, with these rows. The rows of each storage unit are put by
-    themselves: TransferQueue would take every column apart once for each unit.
+    ``partial`` are the fields that only some rows have, with these rows. The rows of each storage unit are put
+    separately: otherwise TransferQueue would split every column once per unit.
     """
     rows = [row for row, uid in enumerate(uids) if uid is not None]
     if not rows:
@@ -232,7 +232,7 @@ def put_rows(
     units = rows_by_unit(keys, PARTITION) if len(keys) >= _SPLIT_FROM else [list(range(len(keys)))]
     columns = recorded.exclude(*_OWN)
     columns.set(UID, stack(list(uids)))
-    cells = {name: _Cells(columns.get(name)) for name in columns.keys()}  # noqa: SIM118 - it would walk rows
+    cells = {name: _Cells(columns.get(name)) for name in columns.keys()}  # noqa: SIM118 - it would yield rows
     for unit in units:
         members = [rows[number] for number in unit]
         fields = {name: column.select(members) for name, column in cells.items() if name not in partial}
@@ -249,7 +249,7 @@ def _put_fields(keys: list[str], fields: dict[str, Any]) -> None:
 
 
 class _Cells:
-    """A column, taken apart into its cells at most once."""
+    """A column that is split into its cells at most once."""
 
     def __init__(self, column: Any) -> None:
         self._column = column
