@@ -1,4 +1,4 @@
-"""Measures V1 samples of up to several gigabytes: what recording and loading them cost the driver and the training thread.
+"""Measures V1 samples of up to several gigabytes: what they cost the driver and the training thread.
 
 Each configuration runs in its own process (``scale_training.py``) on a real TransferQueue. Results go to
 benchmarks/results/scale.json, the picture and the tables to docs/scale.md. Run it with ``make bench-scale``; it needs
