@@ -159,8 +159,7 @@ def _to_json(plan: Plan, kept: Kept) -> dict[str, Any]:
         "pinned": [_step_to_json(step) for step in [*plan.pinned, *kept.pinned]],
         "recorded_again": [_step_to_json(step) for step in kept.recorded_again],
         "files": [
-            {"path": plan.variant.storage.where(unused.folder, unused.file.name), "bytes": unused.file.size}
-            for unused in plan.files
+            {"path": plan.variant.storage.where(file.folder, file.name), "bytes": file.bytes} for file in plan.files
         ],
         "in_use": (plan.whole or bool(plan.steps)) and time.time() - plan.variant.recorded < _IN_USE_S,
     }

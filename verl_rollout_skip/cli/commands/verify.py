@@ -72,8 +72,8 @@ def render(console: Console, data: dict[str, Any]) -> None:
 
 def list_set_aside(variant: Variant) -> list[str]:
     """The records of entries that a training set aside because it could not read them."""
-    found = [(unused.folder, unused.file.name) for unused in find_set_aside(variant.storage)]
-    return sorted(variant.storage.where(folder, name) for folder, name in found if ".json." in name)
+    found = find_set_aside(variant.storage)
+    return sorted(variant.storage.where(file.folder, file.name) for file in found if ".json." in file.name)
 
 
 def _explain_missing_manifest(variant: Variant, hashes: set[str | None]) -> str:

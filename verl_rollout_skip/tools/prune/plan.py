@@ -76,7 +76,15 @@ class UnusedFile:
     """A file that is no longer needed: left by a crashed writer, or set aside because it could not be read."""
 
     folder: str
-    file: FileInfo
+    seen: FileInfo
+
+    @property
+    def name(self) -> str:
+        return self.seen.name
+
+    @property
+    def bytes(self) -> int:
+        return self.seen.size
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        return sum(step.bytes for step in self.steps) + sum(unused.file.size for unused in self.files)
+        return sum(step.bytes for step in self.steps) + sum(file.bytes for file in self.files)
 
 
 def parse_age(text: str) -> float:

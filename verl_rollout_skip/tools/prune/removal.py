@@ -50,10 +50,10 @@ def execute(plan: Plan, on_step: Callable[[], None] = lambda: None) -> Kept:
         elif not _remove_step(storage, step):
             recorded_again.append(step)
         on_step()
-    for unused in plan.files:
-        if not _is_listed(storage, unused):  # unless the entry was recorded or copied again since then
-            storage.delete(unused.folder, unused.file)
-            _remove_if_empty(storage, unused.folder)
+    for file in plan.files:
+        if not _is_listed(storage, file):  # unless the entry was recorded or copied again since then
+            storage.delete(file.folder, file.seen)
+            _remove_if_empty(storage, file.folder)
     reasons = []
     if plan.whole:
         rest = {folder: storage.files(folder) for folder in [HERE, *storage.folders()]}
@@ -80,12 +80,12 @@ def _remove_step(storage: Storage, step: RecordedStep) -> bool:
     return removed
 
 
-def _is_listed(storage: Storage, unused: UnusedFile) -> bool:
+def _is_listed(storage: Storage, file: UnusedFile) -> bool:
     """Whether a file is a part that a record lists."""
-    step, gen_batch = names.parse_folder(unused.folder), names.parse_part(unused.file.name)
+    step, gen_batch = names.parse_folder(file.folder), names.parse_part(file.name)
     if step is None or gen_batch is None:
         return False
-    return unused.file.name in (committed.listed_parts(storage, RolloutKey(step, gen_batch)) or ())
+    return file.name in (committed.listed_parts(storage, RolloutKey(step, gen_batch)) or ())
 
 
 def _reasons_to_keep(storage: Storage, files: Mapping[str, list[FileInfo]]) -> list[str]:
