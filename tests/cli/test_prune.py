@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -489,9 +490,27 @@ def test_a_part_listed_by_a_record_after_planning_is_kept(tmp_path: Path) -> Non
         store.put(RolloutKey(1), rollout_output(4))
         variant = inspect_variant(str(tmp_path), str(tmp_path), store._storage)
         folder = tmp_path / "step_000001"
-        files = tuple(UnusedFile(folder.name, path.name, 1) for path in folder.glob("*.parquet"))
+        found = store._storage.files(folder.name)
+        files = tuple(UnusedFile(folder.name, file) for file in found if file.name.endswith(".parquet"))
         assert files
         execute(Plan(variant, files=files))
+        store.verify(RolloutKey(1))
+
+
+def test_a_part_written_again_after_planning_is_kept(tmp_path: Path) -> None:
+    """Another process copies the same entry again: it has written the part, and is about to publish the record."""
+    with RolloutStore(tmp_path, background=False) as store:
+        store.put(RolloutKey(1), rollout_output(4))
+        variant = inspect_variant(str(tmp_path), str(tmp_path), store._storage)
+        part, record = part_file(tmp_path), record_file(tmp_path)
+        committed = record.read_bytes()
+        record.unlink()
+        seen = store._storage.info(part.parent.name, part.name)
+        assert seen is not None
+        shutil.copy(part, tmp_path / "again")
+        (tmp_path / "again").replace(part)
+        execute(Plan(variant, files=(UnusedFile(part.parent.name, seen),)))
+        record.write_bytes(committed)
         store.verify(RolloutKey(1))
 
 

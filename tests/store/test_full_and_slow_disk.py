@@ -338,6 +338,31 @@ def test_a_file_that_nfs_replaced_while_it_was_read_is_read_again(
     assert stale
 
 
+def test_a_folder_that_nfs_replaced_while_it_was_looked_at_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RolloutStore(tmp_path, background=False)
+    store.put(K, rollout_output(4))
+    stale: list[Any] = []
+
+    def once(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            if (isinstance(path, int) or options.get("dir_fd") is not None) and not stale:
+                stale.append(path)
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return function(path, *arguments, **options)
+
+        return call
+
+    looks: list[tuple[Callable[[], Any], Any]] = [(lambda: K in store, True), (store.keys, [K]), (store.prune, [])]
+    for look, found in looks:
+        for name in ("stat", "scandir"):
+            stale.clear()
+            with monkeypatch.context() as nfs:
+                nfs.setattr(os, name, once(getattr(os, name)))
+                assert look() == found
+
+
 def test_a_server_that_only_answers_with_stale_handles_is_not_an_empty_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -380,6 +380,19 @@ def test_a_long_text_repeated_in_many_rows_is_refused(tmp_path: Path, fork: Call
         assert refused(load_in_a_fence(fork, forger))
 
 
+def test_texts_that_no_row_contains_are_not_decoded(tmp_path: Path, fork: Callable[..., Forked]) -> None:
+    """Each short text of a dictionary page takes fifty bytes as a Python object, whether a row refers to it or not."""
+    forger = Forger(tmp_path / "run", TensorDict({"text": ["x"] * 8, "y": torch.arange(8)}, batch_size=[8]))
+    (item,) = forger.description["output"]["objects"]
+    forger.store = RolloutStore(tmp_path / "run", background=False, max_load_bytes=40_000_000)
+    dictionary = pa.array(np.arange(10**6, 4 * 10**6)).cast(pa.string())
+    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(8, np.int32)), dictionary)
+    table = forger.table.set_column(forger.table.schema.names.index(item["column"]), item["column"], texts)
+    forger.write(table=table, dictionary_pagesize_limit=1 << 30)
+    outcomes = load_in_a_fence(fork, forger, allowed=150_000_000)
+    assert outcomes["get"] == outcomes["verify"] == "EntryTooLargeError"
+
+
 @pytest.mark.parametrize("footer", ["that tells", "that does not tell"])
 def test_bulk_data_repeated_in_many_rows_is_refused(tmp_path: Path, fork: Callable[..., Forked], footer: str) -> None:
     """The same for bulk data: sixty kilobytes in a dictionary page stand for more than a gigabyte of copies."""

@@ -341,8 +341,8 @@ class RolloutSkip:
         }
 
     def _prefetch_step(self, step: int) -> None:
-        """Prefetch a step if it is selected. With ``steps: 100-``, step 100 is prefetched during step 99: keeping it
-        from the start would occupy memory for 98 steps."""
+        """Prefetch a step if it is selected. If step 100 is the first one, it is prefetched during step 99: keeping
+        it from the start would occupy memory for 98 steps."""
         if self.covers(RolloutKey(step)):
             self._sources.prefetch([RolloutKey(step)])
 

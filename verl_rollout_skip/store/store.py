@@ -379,7 +379,7 @@ def _json_copy(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dump_message(storage: Storage, key: RolloutKey, error: Exception) -> str:
-    message = f"{key} was not written to {storage.where()}: {error}."
+    message = f"{key} was not written to {storage.where()}: {str(error).rstrip('.')}."
     if isinstance(storage, LocalStorage):
         message += f" {format_size(free_bytes(storage.root))} are free there."
     return f"{message} The training is not affected, but the step is not recorded and must be generated again."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,11 @@ from tests.trainers.v1.training import (
     Trainings,
     hits,
     results,
-    transfer_queue,
 )
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import ConfigError, EntryExistsError, EntryNotFoundError, MismatchError
+
+pytestmark = pytest.mark.usefixtures("queue")
 
 STEPS = ("trainer.total_training_steps=4",)
 SEPARATE = (
@@ -41,17 +41,6 @@ resumes_exactly = pytest.mark.skipif(
 lends_gpus = pytest.mark.skipif(
     not hasattr(PPOTrainerSeparateAsync, "_wait_for_sampleable_and_switch"), reason="verl 0.9.0 lends no GPUs"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def queue() -> Iterator[None]:
-    with transfer_queue():
-        yield
-
-
-@pytest.fixture
-def trainings(tmp_path: Path) -> Trainings:
-    return Trainings(tmp_path)
 
 
 def prompts_left(trainer: Any) -> int:

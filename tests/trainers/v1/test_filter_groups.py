@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pandas
 import pytest
 
-from tests.trainers.v1.training import PROMPTS, Engine, PlainTrainer, Trainings, hits, results, transfer_queue
+from tests.trainers.v1.training import PROMPTS, Engine, PlainTrainer, Trainings, hits, results
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import ConfigError
 
-FILTER = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
+pytestmark = pytest.mark.usefixtures("queue")
+
+RECORDED_WITH = FILTER = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
 EVICTED = "training/filter_groups/evicted_samples"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def queue() -> Iterator[None]:
-    with transfer_queue():
-        yield
-
-
-@pytest.fixture(scope="module")
-def recording(queue: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainings, Any]:
-    trainings = Trainings(tmp_path_factory.mktemp("recording"))
-    return trainings, trainings.train("record", *FILTER)
-
-
-@pytest.fixture
-def recorded(recording: tuple[Trainings, Any]) -> Any:
-    return recording[1]
-
-
-@pytest.fixture
-def after_recording(recording: tuple[Trainings, Any], tmp_path: Path) -> Trainings:
-    """Three recorded steps, in a copy that a test may change."""
-    return recording[0].copied(tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["cache", "replay"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,23 +13,14 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
-from tests.trainers.v1.training import Engine, Rewards, SyncTrainer, Trainings, WithoutWorkers, hits, transfer_queue
+from tests.trainers.v1.training import Engine, Rewards, SyncTrainer, Trainings, WithoutWorkers, hits
 from verl_rollout_skip.errors import UnsupportedBatchError
 from verl_rollout_skip.v1 import RolloutSkipMixin
 
+pytestmark = pytest.mark.usefixtures("queue")
+
 RECOMPUTE = ("+rollout_skip.reward=recompute", "trainer.total_training_steps=1")
 ONE_STEP = "trainer.total_training_steps=1"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def queue() -> Iterator[None]:
-    with transfer_queue():
-        yield
-
-
-@pytest.fixture
-def trainings(tmp_path: Path) -> Trainings:
-    return Trainings(tmp_path)
 
 
 class Scorer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +15,13 @@ import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
-from tests.trainers.v1.training import SyncTrainer, Trainings, hits, transfer_queue
+from tests.trainers.v1.training import SyncTrainer, Trainings, hits
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import QueueError, UnsupportedBatchError
 from verl_rollout_skip.replay.lineage import LEARNED_FROM, LINEAGE, UNKNOWN
 from verl_rollout_skip.trainers.v1.transfer import rows
+
+pytestmark = pytest.mark.usefixtures("queue")
 
 SAMPLER = """
 import numpy as np
@@ -42,17 +44,6 @@ EXTRA_INFO = """{
     "curriculum": {"level": np.float32(global_steps), "kinds": ("easy", None)},
     "temperature": 0.5,
 }"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def queue() -> Iterator[None]:
-    with transfer_queue():
-        yield
-
-
-@pytest.fixture
-def trainings(tmp_path: Path) -> Trainings:
-    return Trainings(tmp_path)
 
 
 @pytest.fixture

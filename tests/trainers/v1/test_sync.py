@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,6 @@ from tests.trainers.v1.training import (
     WithoutWorkers,
     hits,
     left_over,
-    transfer_queue,
 )
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import (
@@ -48,37 +46,9 @@ from verl_rollout_skip.replay.rollout import RolloutSkip
 from verl_rollout_skip.trainers.v1.transfer.rows import stack
 from verl_rollout_skip.v1 import RolloutSkipMixin
 
+pytestmark = pytest.mark.usefixtures("queue")
+
 STEPS = [1, 2, 3]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def queue() -> Iterator[None]:
-    with transfer_queue():
-        yield
-
-
-@pytest.fixture
-def trainings(tmp_path: Path) -> Trainings:
-    """Nothing is recorded yet."""
-    return Trainings(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def recording(queue: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainings, Any]:
-    trainings = Trainings(tmp_path_factory.mktemp("recording"))
-    return trainings, trainings.train("record")
-
-
-@pytest.fixture
-def recorded(recording: tuple[Trainings, Any]) -> Any:
-    """The trainer that made the recording in ``after_recording``."""
-    return recording[1]
-
-
-@pytest.fixture
-def after_recording(recording: tuple[Trainings, Any], tmp_path: Path) -> Trainings:
-    """Three recorded steps, in a copy that a test may change."""
-    return recording[0].copied(tmp_path)
 
 
 def in_any_order(step: dict[str, Any]) -> list[tuple[Any, ...]]:

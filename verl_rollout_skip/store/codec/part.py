@@ -35,6 +35,8 @@ from verl_rollout_skip.store.format import (
 from verl_rollout_skip.store.sizes import format_size
 
 _SHORTAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+# What a Python string takes in addition to its characters. No row needs to refer to it.
+_TEXT_BYTES = 60
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
 _LENGTHS = {Side.OUTPUT: (PROMPT_LENGTH, RESPONSE_LENGTH), Side.INPUT: (INPUT_LENGTH, INPUT_RESPONSE_LENGTH)}
 ColumnId = tuple[bool, tuple[str, ...]]
@@ -229,7 +231,7 @@ class PartFile:
                     raise CorruptEntryError(f"Column {name!r} has missing values.")
                 if is_text:
                     lengths, codes = np.diff(byte_offsets(chunk.dictionary)), _codes(chunk)
-                    text_bytes += int(lengths[codes[codes >= 0]].sum())
+                    text_bytes += int(lengths[codes[codes >= 0]].sum()) + len(lengths) * _TEXT_BYTES
                     check_memory(text_bytes, self.limit, f"Column {name!r}")
                 yield slice(start, start + len(chunk)), chunk
                 start += len(chunk)

@@ -18,7 +18,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import pyarrow as pa
 import xxhash
@@ -36,6 +36,17 @@ _ATTEMPTS = 5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+def _again_if_stale(read: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """On NFS, another machine can replace or delete a file or its folder while it is open here."""
+
+    @functools.wraps(read)
+    def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        return _retry(errno.ESTALE, lambda: read(*arguments, **options))
+
+    return call
 
 
 class LocalStaged(Staged):
@@ -112,11 +123,8 @@ class LocalStorage:
         os.fsync(staged.folder_fd)
         staged.discard()
 
+    @_again_if_stale
     def read(self, folder: str, name: str, limit: int) -> bytes:
-        # NFS: another machine replaced or deleted the file or its folder while it was open here.
-        return _retry(errno.ESTALE, lambda: self._read(folder, name, limit))
-
-    def _read(self, folder: str, name: str, limit: int) -> bytes:
         with (
             self._folder_fd(folder) as folder_fd,
             self._no_links(folder, name),
@@ -128,6 +136,7 @@ class LocalStorage:
             with open(fd, "rb", closefd=False) as file:
                 return file.read(size)
 
+    @_again_if_stale
     def info(self, folder: str, name: str) -> FileInfo | None:
         try:
             with self._folder_fd(folder) as folder_fd:
@@ -158,6 +167,7 @@ class LocalStorage:
                 if entry.is_dir(follow_symlinks=False):
                     yield entry.name
 
+    @_again_if_stale
     def names(self, folder: str) -> list[str]:
         try:
             with self._folder_fd(folder) as folder_fd, os.scandir(folder_fd) as entries:
@@ -165,6 +175,7 @@ class LocalStorage:
         except FileNotFoundError:
             return []
 
+    @_again_if_stale
     def files(self, folder: str) -> list[FileInfo]:
         found = []
         with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as fd, os.scandir(fd) as entries:

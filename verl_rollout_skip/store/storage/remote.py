@@ -8,6 +8,7 @@ Errors of the library behind a URL are raised as ``OSError``, so callers do not 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import time
 from collections.abc import Iterator
@@ -64,6 +65,9 @@ class RemoteStorage:
             self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **self._options)
         self._root = root.rstrip("/")
         self._pid = os.getpid()
+        # WebHDFS keeps no listings, and has no option to refresh them.
+        names = inspect.signature(self._filesystem.info).parameters
+        self._no_cache = {"refresh": True} if {"refresh", "kwargs"} & names.keys() else {}
         # Buckets have no folders, and makedirs could create a bucket with a misspelled name.
         protocol = self._filesystem.protocol
         self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
@@ -163,7 +167,7 @@ class RemoteStorage:
 
     def _find(self, path: str) -> FileInfo | None:
         try:
-            return _file_info(self._ask("info", path, refresh=True))
+            return _file_info(self._ask("info", path, **self._no_cache))
         except FileNotFoundError:
             return None
 
@@ -180,7 +184,9 @@ class RemoteStorage:
 def _file_info(found: dict[str, Any]) -> FileInfo:
     changed = next((found[name] for name in _TIMES if found.get(name)), None)
     seconds = changed.timestamp() if isinstance(changed, datetime) else changed
-    tag = found.get("ETag") or found.get("etag")
+    if seconds is None and "modificationTime" in found:  # WebHDFS
+        seconds = found["modificationTime"] / 1000
+    tag = found.get("ETag") or found.get("etag") or found.get("fileId")
     # S3 returns fractions of a second in a listing, but not for a single file.
     version = f"{tag} {seconds and int(seconds)}" if tag else str(seconds)
     if seconds is None:

@@ -76,8 +76,15 @@ class UnusedFile:
     """A file that is no longer needed: left by a crashed writer, or set aside because it could not be read."""
 
     folder: str
-    name: str
-    bytes: int
+    seen: FileInfo
+
+    @property
+    def name(self) -> str:
+        return self.seen.name
+
+    @property
+    def bytes(self) -> int:
+        return self.seen.size
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ def make_plans(
 def find_set_aside(storage: Storage) -> list[UnusedFile]:
     """Entries that were set aside because they could not be read."""
     return [
-        UnusedFile(folder, file.name, file.size)
+        UnusedFile(folder, file)
         for folder in sorted(storage.folders())
         for file in storage.files(folder)
         if names.parse_folder(folder) is not None and names.is_set_aside(file.name)
@@ -158,7 +165,7 @@ def _files(storage: Storage, leftovers_older_than_s: float | None, set_aside: bo
 def _find_leftovers(storage: Storage, older_than_s: float) -> list[UnusedFile]:
     """Temporary files and parts that crashed writers left behind."""
     return [
-        UnusedFile(folder, file.name, file.size)
+        UnusedFile(folder, file)
         for folder in [HERE, *sorted(storage.folders())]
         for file in leftovers.find_leftovers(storage, folder, older_than_s)
     ]

@@ -52,7 +52,7 @@ def execute(plan: Plan, on_step: Callable[[], None] = lambda: None) -> Kept:
         on_step()
     for file in plan.files:
         if not _is_listed(storage, file):  # unless the entry was recorded or copied again since then
-            storage.delete(file.folder, file.name)
+            storage.delete(file.folder, file.seen)
             _remove_if_empty(storage, file.folder)
     reasons = []
     if plan.whole:

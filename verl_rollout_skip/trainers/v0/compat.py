@@ -98,6 +98,24 @@ def check_dynamic_sampling(trainer: type) -> None:
     compat.check_trainer(trainer, DYNAMIC_SAMPLING_NEEDS, supported, impossible="sample dynamically")
 
 
+def prompts_of(trainer: HostTrainer, batch: DataProto) -> DataProto:
+    """The part of a batch from the dataloader that a trainer sends to the engine. It is removed from the batch."""
+    return trainer._get_gen_batch(batch)
+
+
+def log_probs(trainer: DynamicSamplingHost, rows: DataProto) -> tuple[Any, Any]:
+    """The log-probs of the actor and of the reference policy, two tensors."""
+    old = trainer._compute_old_log_prob(rows)[0]
+    reference = trainer._compute_ref_log_prob(rows)
+    return old.batch["old_log_probs"], reference.batch["ref_log_prob"]
+
+
+def scores_of_reward_model(trainer: DynamicSamplingHost, rows: DataProto) -> DataProto:
+    """What a reward model that shares the engine's devices returns."""
+    scores: DataProto = trainer._compute_reward_colocate(rows)
+    return scores
+
+
 def check_batches(trainer: Any) -> None:
     """Raise if the batches of a trainer are not verl's ``DataProto``, as on verl's ``neo`` branch."""
     kind = getattr(trainer, "data_proto_cls", DataProto)

@@ -22,7 +22,7 @@ from verl.trainer.ppo.core_algos import kl_penalty
 
 from verl_rollout_skip.errors import ConfigError, RolloutSkipError
 from verl_rollout_skip.replay.prompts import UID
-from verl_rollout_skip.trainers.v0.compat import check_dynamic_sampling
+from verl_rollout_skip.trainers.v0 import compat
 
 if TYPE_CHECKING:
     from verl_rollout_skip.trainers.v0.compat import DynamicSamplingHost
@@ -69,7 +69,7 @@ class DynamicSampling(DynamicSamplingHost):
                 "algorithm.filter_groups.{enable,metric,max_num_gen_batches}, as recipes/dapo does."
             )
         if groups.enable:
-            check_dynamic_sampling(type(self))
+            compat.check_dynamic_sampling(type(self))
         return bool(groups.enable)
 
     def init_workers(self) -> None:
@@ -204,7 +204,7 @@ class DynamicSamplingLoader:
         batch = DataProto.from_single_dict(dict(raw))
         batch.meta_info["temperature"] = self._config.actor_rollout_ref.rollout.temperature
         batch.non_tensor_batch[UID] = np.array([str(uuid.uuid4()) for _ in range(len(batch))], dtype=object)
-        prompts = trainer._get_gen_batch(batch)
+        prompts = compat.prompts_of(trainer, batch)
         prompts.meta_info["global_steps"] = trainer.global_steps
         prompts = prompts.repeat(repeat_times=samples, interleave=True)
         rows = trainer.async_rollout_manager.manager.generate_sequences(prompts)
@@ -282,9 +282,7 @@ class GroupMetric:
         if self._config.use_kl_in_reward:
             trainer = self._trainer
             rows.meta_info["temperature"] = trainer.config.actor_rollout_ref.rollout.temperature
-            old_log_probs = trainer._compute_old_log_prob(rows)[0].batch["old_log_probs"]
-            ref_log_prob = trainer._compute_ref_log_prob(rows).batch["ref_log_prob"]
-            penalty = kl_penalty(old_log_probs, ref_log_prob, kl_penalty=self._config.kl_penalty)
+            penalty = kl_penalty(*compat.log_probs(trainer, rows), kl_penalty=self._config.kl_penalty)
             scores = scores - trainer.kl_ctrl_in_reward.value * penalty * rows.batch["response_mask"]
         return scores.sum(dim=-1).numpy()
 
@@ -294,7 +292,7 @@ def with_rewards(trainer: DynamicSamplingHost, rows: DataProto) -> DataProto:
     if not trainer.use_rm or "rm_scores" in rows.batch:
         return rows
     trainer.checkpoint_manager.sleep_replicas()
-    rows = rows.union(trainer._compute_reward_colocate(rows))
+    rows = rows.union(compat.scores_of_reward_model(trainer, rows))
     trainer.checkpoint_manager.update_weights(trainer.global_steps - 1)
     return rows
 

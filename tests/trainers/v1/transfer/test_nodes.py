@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from tests.trainers.v1.transfer.cluster import Nodes, cluster, has_own_disks
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.trainers.v1.transfer import tasks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("messages")]
 
 STEPS = [1, 2, 3]
 TASKS = ("+rollout_skip.tasks=on", "+rollout_skip.part_bytes=1500")
@@ -29,19 +28,6 @@ needs_own_disks = pytest.mark.skipif(not has_own_disks(), reason="mounting a dis
 def nodes() -> Iterator[Nodes]:
     with cluster() as found:
         yield found
-
-
-@pytest.fixture
-def trainings(tmp_path: Path) -> Trainings:
-    return Trainings(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def messages(caplog: pytest.LogCaptureFixture) -> None:
-    """Capture this package's messages, which a training does not pass on to other loggers."""
-    logger = logging.getLogger("verl_rollout_skip")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(caplog.handler)  # removed again by tests/conftest.py
 
 
 def noting_nodes(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:

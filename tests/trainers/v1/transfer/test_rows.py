@@ -16,18 +16,14 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-from tests.trainers.v1.training import PARTITION, clear_queue, put_session, seen, trajectory, transfer_queue
+from tests.trainers.v1.training import PARTITION, clear_queue, put_session, seen, trajectory
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.errors import UnsupportedBatchError
 from verl_rollout_skip.trainers.v1.transfer import rows
 
+pytestmark = pytest.mark.usefixtures("queue")
+
 K1 = RolloutKey(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def queue() -> Iterator[None]:
-    with transfer_queue():
-        yield
 
 
 @pytest.fixture(autouse=True)
