@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
 PAGE = ROOT / "docs" / "scale.md"
 PICTURE = ROOT / "docs" / "images" / "scale.svg"
+IMAGE = "![Seconds on the training thread and memory of the driver, by size of the sample](images/scale.svg)"
 BEGIN, END = "<!-- begin: written by make bench-scale -->\n", "<!-- end -->\n"
 BYTES_PER_TOKEN = 52
 M = Scale(rows=2048, length=2000)
@@ -118,7 +119,7 @@ def markdown(result: dict[str, Any]) -> str:
         "**Numbers of tasks at once**, 8 storage units",
         _table(["tasks at once"], [[str(f["at_once"]), f] for f in result["at_once"]]),
     ]
-    return "\n\n".join([where, *tables])
+    return "\n\n".join([IMAGE, where, *tables])
 
 
 def _mover(found: dict[str, Any]) -> str:
