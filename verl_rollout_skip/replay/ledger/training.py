@@ -42,6 +42,7 @@ class _Step:
     rollouts: list[StepRollout] = field(default_factory=list)
     hits: list[Hit] = field(default_factory=list)
     updates: Counter[str] = field(default_factory=Counter)
+    is_logged: bool = False
 
     def line(self) -> LedgerStep:
         return LedgerStep(
@@ -111,6 +112,7 @@ class TrainingLedger:
             return {}
         if self._step is not None and self._step.step == step and self._step.rollouts:
             numbers = {name: _number(value) for name, value in metrics.items() if not is_timing(name)}
+            self._step.is_logged = True
             self._step.metrics.update({name: value for name, value in numbers.items() if value is not None})
         return {} if self._live is None else self._live.metrics()
 
@@ -141,7 +143,7 @@ class TrainingLedger:
 
     def _finish_step(self) -> None:
         step, self._step = self._step, None
-        if step is not None and step.metrics and self._is_on:
+        if step is not None and step.is_logged and self._is_on:
             self._worker.do("a step is missing in the ledger", lambda: self._write(step))
 
     def _write(self, step: _Step) -> None:
