@@ -63,7 +63,7 @@ class TrainingLedger:
         self.consumers: list[Consumer] = []
         self._run = run
         self._prepare = prepare
-        self._is_on = run.settings.audit.is_on
+        self.is_on = run.settings.audit.is_on
         self._worker = _Worker(self._fail)
         self._step: _Step | None = None
         self._file: LedgerFile | None = None
@@ -75,7 +75,7 @@ class TrainingLedger:
     @property
     def is_observing(self) -> bool:
         """Whether anything is done with the tensors of an update."""
-        return self._is_on or bool(self.consumers)
+        return self.is_on or bool(self.consumers)
 
     def begin_step(self, step: int) -> None:
         """A rollout of this step is about to be loaded or generated, so the step before it is complete."""
@@ -85,7 +85,7 @@ class TrainingLedger:
 
     def observe_rollout(self, key: RolloutKey, digest: str | None, hit: Hit | None, off_policy: bool = False) -> None:
         """The training learns from this rollout. ``hit`` says where it was loaded from, None if it was generated."""
-        if not self._is_on:
+        if not self.is_on:
             return
         self.begin_step(key.step)
         assert self._step is not None
@@ -101,14 +101,14 @@ class TrainingLedger:
             return
         step.updates[role] += 1
         number = step.updates[role]
-        if self._is_on:
+        if self.is_on:
             self._worker.do("an update was not observed", lambda: _add_figures(step, role, number, slices))
         for consumer in self.consumers:
             self._worker.do("an update was not observed", partial(consumer, step.step, role, slices))
 
     def observe_metrics(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """verl logs these metrics. Returns more of them: the result of the comparison, up to the previous step."""
-        if not self._is_on:
+        if not self.is_on:
             return {}
         if self._step is not None and self._step.step == step and self._step.rollouts:
             numbers = {name: _number(value) for name, value in metrics.items() if not is_timing(name)}
@@ -119,7 +119,7 @@ class TrainingLedger:
     def observe_weights(self, step: int, read: Callable[[], Mapping[str, str]]) -> None:
         """A checkpoint was saved. ``read`` returns a digest per role; it is called on another thread."""
         current = self._step
-        if self._is_on and current is not None and current.step == step:
+        if self.is_on and current is not None and current.step == step:
             self._worker.do("the weights have no digest", lambda: current.weights.update(read()))
 
     def wait(self) -> None:
@@ -143,7 +143,7 @@ class TrainingLedger:
 
     def _finish_step(self) -> None:
         step, self._step = self._step, None
-        if step is not None and step.is_logged and self._is_on:
+        if step is not None and step.is_logged and self.is_on:
             self._worker.do("a step is missing in the ledger", lambda: self._write(step))
 
     def _write(self, step: _Step) -> None:
