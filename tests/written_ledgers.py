@@ -108,5 +108,19 @@ def with_tensor(name: str, change_values: Callable[[np.ndarray], np.ndarray], fi
     return change
 
 
+def write_examples(variant: Path | str, steps: range) -> None:
+    """A recording with two replays: one that is identical, and one on two devices, whose last bits differ."""
+
+    def last_bits(step: LedgerStep) -> LedgerStep:
+        for name, factor in (("actor/pg_loss", 1 + 2e-6), ("actor/grad_norm", 1 - 3e-7)):
+            step = with_metric(name, lambda value, factor=factor: value * factor, 2)(step)
+        return step
+
+    write(variant, RECORDING, steps)
+    write(variant, REPLAY, steps, RECORDING)
+    layout = {"nnodes": 1, "n_gpus_per_node": 2, "world_size": 2}
+    write(variant, OTHER_REPLAY, steps, RECORDING, last_bits, gpu_layout=layout)
+
+
 def ledger_path(variant: Path, training: str) -> Path:
     return variant / LEDGERS / f"{training}.jsonl"

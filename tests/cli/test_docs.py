@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from tests.arithmetic_run import SAMPLES, conversation, encode, make_training
 from tests.cli_program import ROOT, assert_fits, run
 from tests.trainings import Training
+from tests.written_ledgers import RECORDING, write, write_examples
 from verl_rollout_skip import RolloutKey
 from verl_rollout_skip.cli import main
 from verl_rollout_skip.cli.command import Command
@@ -58,6 +59,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     first = record(training, tokenizer, range(1, 4), 1.0, seed=0)
     time.sleep(1.1)  # variants are sorted by age in whole seconds
     second = record(training, tokenizer, range(1, 2), 0.7, seed=40)
+    write_examples(first, range(1, 4))
+    write(second, RECORDING, range(1, 2))
     shutil.copytree(ROOT / "tests" / "upstream_dumps" / "verl-0.8.0", folder / "verl_dumps")
     OmegaConf.save(training.config("off"), folder / "config.yaml")
     return folder, first.name, second.name

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
-from verl_rollout_skip.config.skip_config import describe_steps
 from verl_rollout_skip.fingerprint.fingerprint import difference
 from verl_rollout_skip.replay.ledger.compare import (
     EXACT,
@@ -25,7 +24,7 @@ from verl_rollout_skip.replay.ledger.compare import (
 from verl_rollout_skip.replay.ledger.figures import TensorFigures
 from verl_rollout_skip.replay.ledger.line import LedgerHeader, LedgerStep
 from verl_rollout_skip.replay.ledger.stages import UP_TO_THE_UPDATE, Stage, stage_of_metric, stage_of_tensor
-from verl_rollout_skip.tools.ledgers import Computed, Side
+from verl_rollout_skip.tools.ledgers import Computed, Side, name_steps
 
 _CRITICS = "critic's "
 _STAGES = list(Stage)
@@ -150,17 +149,20 @@ def audit(a: Side, b: Side, rules: Rules | None = None) -> Audit:
 
 
 def explain(found: Audit) -> list[str]:
-    """What people need to know to interpret an audit, one sentence per line."""
+    """What people need to interpret an audit, one sentence per line: the first difference and likely reasons."""
     lines = describe_first(found)
-    lines += [f"steps {describe_steps(item.steps)}: {item.reason}" for item in found.uncompared]
+    lines += [f"{name_steps(item.steps)}: {item.reason}" for item in found.uncompared]
     for title, changes in (
         ("layout, which may change last bits", found.layout),
         ("settings", found.settings),
         ("versions", found.versions),
     ):
         lines += [f"{title}: {'; '.join(changes)}"] if changes else []
+    digests = [figure.name.text for figure in found.differing if not figure.beyond and figure.max_absolute is None]
+    if digests:
+        lines.append(f"only the digests differ, which no tolerance can judge: {', '.join(digests)}")
     for side, steps in (("a", found.only_a), ("b", found.only_b)):
-        lines += [f"only in {side}: steps {describe_steps(steps)}"] if steps else []
+        lines += [f"only in {side}: {name_steps(steps)}"] if steps else []
     return [*lines, *found.a.notes, *found.b.notes]
 
 

@@ -6,7 +6,7 @@ the training that generated it last. Ledgers are read line by line, and never ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -64,7 +64,7 @@ class Side:
     def describe(self) -> str:
         """One line: its name, the modes of its trainings, and the steps."""
         modes = ", ".join(dict.fromkeys(header.mode for header in self.headers))
-        steps = f"steps {describe_steps(self.steps)}" if self.trainings else "no steps"
+        steps = name_steps(self.steps) if self.trainings else "no steps"
         return f"{self.name} ({', '.join(filter(None, (modes, steps)))})"
 
     def _finder(self, training: str) -> StepFinder:
@@ -129,11 +129,14 @@ class VariantLedgers:
                 missing.setdefault(recorder, []).append(line.step)
         for recorder in sorted(set(trainings.values())):
             trainings |= dict.fromkeys(self._steps(recorder) - seen, recorder)
-        notes = [
-            f"Steps {describe_steps(steps)} are not compared: no ledger of the training that recorded them is here"
-            + (f" ({recorder})." if recorder else ". They were recorded without one.")
-            for recorder, steps in missing.items()
-        ]
+        notes = []
+        for recorder, steps in missing.items():
+            why = (
+                f"there is no ledger of {recorder}, which recorded them"
+                if recorder
+                else "they were recorded without one"
+            )
+            notes.append(f"{name_steps(steps)}: not compared, because {why}")
         return self._side(trainings, tuple(notes)) if trainings or missing else None
 
     def later_trainings(self) -> Iterator[tuple[Side, Side]]:
@@ -178,6 +181,11 @@ class VariantLedgers:
         return f"Compare two of them, for example: rollout-skip audit {paths}"
 
 
+def name_steps(steps: Collection[int]) -> str:
+    """Steps in words: "step 1", or "steps 1-3, 7"."""
+    return f"step{'' if len(steps) == 1 else 's'} {describe_steps(steps)}"
+
+
 def _generated(line: LedgerStep) -> bool:
     return any(not rollout.hit for rollout in line.rollouts)
 
@@ -195,8 +203,8 @@ def _recorder(line: LedgerStep) -> str | None:
 def _remarks(reader: LedgerReader) -> Iterator[str]:
     name = reader.header.training
     if reader.torn is not None:
-        yield f"The last line of {reader.path} is ignored: {reader.torn}."
+        yield f"the last line of {reader.path} is ignored: {reader.torn}"
     if reader.end is None:
-        yield f"{name} has not ended: it was killed, or it is still running."
+        yield f"{name} has not ended: it was killed, or it is still running"
     elif reader.end == "failed":
-        yield f"{name} ended with an error."
+        yield f"{name} ended with an error"
