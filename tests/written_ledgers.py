@@ -68,7 +68,6 @@ def write(
     recorded_by: str | Mapping[int, str | None] | None = None,
     change: Change = lambda step: step,
     end: str | None = "finished",
-    off_policy_from: int | None = None,
     **of_header: Any,
 ) -> None:
     """Write the ledger of a training, which loads the steps that ``recorded_by`` covers and generates the others."""
@@ -78,8 +77,7 @@ def write(
     mode = of_header.pop("mode", "replay" if loads else "record")
     file = LedgerFile(open_storage(str(variant)), header(training, mode, first_step=steps.start, **of_header))
     for step in steps:
-        off_policy = off_policy_from is not None and step >= off_policy_from
-        rollout = StepRollout(0, f"{step:032x}", step in loads, loads.get(step), off_policy)
+        rollout = StepRollout(0, f"{step:032x}", step in loads, loads.get(step))
         file.append(change(computed(step, (rollout,))))
     if end is not None:
         file.append(LedgerEnd(end, len(steps)))
@@ -120,6 +118,16 @@ def write_examples(variant: Path | str, steps: range) -> None:
     write(variant, REPLAY, steps, RECORDING)
     layout = {"nnodes": 1, "n_gpus_per_node": 2, "world_size": 2}
     write(variant, OTHER_REPLAY, steps, RECORDING, last_bits, gpu_layout=layout)
+
+
+def with_rollouts_of(other: Mapping[int, int]) -> Change:
+    """Learn from the rollouts of other steps."""
+
+    def change(step: LedgerStep) -> LedgerStep:
+        digest = f"{other.get(step.step, step.step):032x}"
+        return replace(step, rollouts=tuple(replace(rollout, digest=digest) for rollout in step.rollouts))
+
+    return change
 
 
 def ledger_path(variant: Path, training: str) -> Path:

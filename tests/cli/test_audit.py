@@ -109,7 +109,7 @@ def test_a_tolerance_accepts_last_bits_of_another_layout(variant: Path, capsys: 
 
 
 def test_an_off_policy_replay_says_what_was_compared(variant: Path, capsys: Any) -> None:
-    write(variant, REPLAY, range(1, 6), RECORDING, with_metric("actor/pg_loss", lambda _: 0.0), "finished", 2, **SLOWER)
+    write(variant, REPLAY, range(1, 6), RECORDING, with_metric("actor/pg_loss", lambda _: 0.0), **SLOWER)
     code, printed = audit(capsys, variant)
     assert code == 0
     assert "identical, 6 figures" in printed

@@ -15,6 +15,7 @@ from tests.written_ledgers import (
     REPLAY,
     ledger_path,
     with_metric,
+    with_rollouts_of,
     with_tensor,
     write,
 )
@@ -213,7 +214,7 @@ def test_a_killed_training_is_compared_as_far_as_its_ledger_goes(tmp_path: Path)
 def test_an_off_policy_replay_is_compared_up_to_its_first_update(tmp_path: Path) -> None:
     lower = with_metric("actor/pg_loss", lambda value: value / 2)
     write(tmp_path, RECORDING, range(1, 4))
-    write(tmp_path, REPLAY, range(1, 4), RECORDING, lower, off_policy_from=2, **SLOWER)
+    write(tmp_path, REPLAY, range(1, 4), RECORDING, lower, **SLOWER)
     [found] = audits(tmp_path)
     assert (found.verdict, found.steps) == (Verdict.IDENTICAL, (1,))
     assert {figure.name.stage for figure in found.figures} == {
@@ -234,7 +235,7 @@ def test_an_off_policy_replay_is_compared_up_to_its_first_update(tmp_path: Path)
 def test_two_off_policy_replays_with_the_same_settings_are_compared_in_full(tmp_path: Path) -> None:
     write(tmp_path, RECORDING, range(1, 4))
     for name in (REPLAY, OTHER_REPLAY):
-        write(tmp_path, name, range(1, 4), RECORDING, off_policy_from=2, **SLOWER)
+        write(tmp_path, name, range(1, 4), RECORDING, **SLOWER)
     found = audit(ledgers(tmp_path).training(REPLAY), ledgers(tmp_path).training(OTHER_REPLAY))
     assert (found.verdict, found.steps) == (Verdict.IDENTICAL, (1, 2, 3))
 
@@ -246,13 +247,54 @@ def test_two_recordings_with_different_settings_share_only_the_first_step(tmp_pa
     assert (found.verdict, found.steps) == (Verdict.IDENTICAL, (1,))
 
 
+def test_the_code_of_the_trainer_may_differ_because_an_audit_is_to_find_what_that_changes(tmp_path: Path) -> None:
+    write(tmp_path, RECORDING, range(1, 4), training_settings={"code of the trainer class": "old"})
+    changed = {"training_hash": "u" * 64, "training_settings": {"code of the trainer class": "new"}}
+    write(tmp_path, REPLAY, range(1, 4), RECORDING, with_metric("actor/pg_loss", lambda _: 7.0, 3), **changed)
+    [found] = audits(tmp_path)
+    assert (found.verdict, found.steps) == (Verdict.DIFFERENT, (1, 2, 3))
+    assert "settings: code of the trainer class: old → new" in explain(found)
+
+
 def test_repeated_steps_are_not_compared_with_what_was_trained_on_them_first(tmp_path: Path) -> None:
-    write(tmp_path, RECORDING, range(1, 4))
-    changed = with_metric("actor/pg_loss", lambda _: 7.0, 3)
-    write(tmp_path, REPLAY, range(1, 7), RECORDING, changed, off_policy_from=3, mode="repeat")
+    """A training of 4 steps repeats the first two rollouts of a recording of 6."""
+    write(tmp_path, RECORDING, range(1, 7))
+    repeated = with_rollouts_of({3: 1, 4: 2})
+
+    def change(step: LedgerStep) -> LedgerStep:
+        return repeated(with_metric("actor/pg_loss", lambda _: 7.0, 3)(step))
+
+    write(tmp_path, REPLAY, range(1, 5), RECORDING, change, mode="repeat")
     [found] = audits(tmp_path)
     assert (found.verdict, found.steps) == (Verdict.IDENTICAL, (1, 2))
-    assert "step 3: not compared, because the rollouts are off-policy" in explain(found)
+    assert "step 3: not compared, because different rollouts were loaded" in explain(found)
+    assert "step 4: not compared, because the trainings learned from different rollouts before" in explain(found)
+    [whole] = audits(tmp_path, Rules(all_steps=True))
+    assert whole.verdict is Verdict.DIFFERENT
+
+
+def test_two_recordings_part_where_they_generate_different_rollouts(tmp_path: Path) -> None:
+    """The engine is not deterministic. What follows differs anyway, so only the first difference counts."""
+
+    def other(step: LedgerStep) -> LedgerStep:
+        if step.step < 2:
+            return step
+        changed = with_rollouts_of({2: 20, 3: 30})(step)
+        return with_metric("actor/pg_loss", lambda _: 7.0)(with_tensor("responses", lambda values: values)(changed))
+
+    write(tmp_path / "one", RECORDING, range(1, 4))
+    write(tmp_path / "two", RECORDING, range(1, 4), change=other)
+    found = audit(ledgers(tmp_path / "one").recording(), ledgers(tmp_path / "two").recording())
+    assert (found.verdict, found.steps) == (Verdict.DIFFERENT, (1, 2))
+    assert found.first is not None
+    assert (found.first.step, found.first.stage) == (2, Stage.ROLLOUT)
+
+
+def test_validation_is_not_compared_because_each_training_generates_it_again(tmp_path: Path) -> None:
+    write(tmp_path, RECORDING, range(1, 4), change=with_metric("val-core/addition/acc/mean@1", lambda _: 0.5))
+    write(tmp_path, REPLAY, range(1, 4), RECORDING, with_metric("val-core/addition/acc/mean@1", lambda _: 0.6))
+    [found] = audits(tmp_path, Rules(all_steps=True))
+    assert found.verdict is Verdict.IDENTICAL
 
 
 def test_without_the_ledger_of_the_recording_nothing_is_compared(tmp_path: Path) -> None:

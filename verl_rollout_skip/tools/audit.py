@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
-from verl_rollout_skip.fingerprint.fingerprint import difference
+from verl_rollout_skip.fingerprint.fingerprint import TRAINER, difference
 from verl_rollout_skip.replay.ledger.compare import (
     EXACT,
     Difference,
@@ -28,6 +28,8 @@ from verl_rollout_skip.tools.ledgers import Computed, Side, name_steps
 
 _CRITICS = "critic's "
 _STAGES = list(Stage)
+# Each training generates its own responses for the validation, so they are not part of what is replayed.
+_EVERYTHING = frozenset(Stage) - {Stage.VALIDATION}
 
 
 class Kind(str, Enum):
@@ -200,10 +202,11 @@ class _Comparison:
         self.uncompared: dict[str, list[int]] = {}
         self.first: Difference | None = None
         self._rules = rules
+        self._parted = False
 
     def add(self, a: Computed, b: Computed) -> None:
         step = b.step.step
-        stages, limit = (frozenset(Stage), None) if self._rules.all_steps else _comparable(a, b)
+        stages, limit = (_EVERYTHING, None) if self._rules.all_steps else self._comparable(a, b)
         if limit is not None:
             self.uncompared.setdefault(limit, []).append(step)
         if not stages:
@@ -229,6 +232,22 @@ class _Comparison:
             return Verdict.DIFFERENT
         return Verdict.WITHIN_TOLERANCE if any(figure.differing for figure in figures) else Verdict.IDENTICAL
 
+    def _comparable(self, a: Computed, b: Computed) -> tuple[frozenset[Stage], str | None]:
+        """The stages of a step that can be equal, and why not all of them.
+
+        The weights can be equal if both trainings have learned from the same rollouts with the same settings.
+        """
+        if self._parted:
+            return frozenset(), "not compared, because the trainings learned from different rollouts before"
+        self._parted = not _same_rollouts(a.step, b.step)
+        if self._parted and (_loaded(a.step) or _loaded(b.step)):
+            return frozenset(), "not compared, because different rollouts were loaded"
+        if not _changed_settings(a.header, b.header):
+            return _EVERYTHING, None
+        if _starts_like(b, a):
+            return UP_TO_THE_UPDATE, "compared only up to the update, because the settings of the training differ"
+        return frozenset(), "not compared, because the settings of the training differ (--all-steps compares them)"
+
     def _wanted(
         self, found: list[Difference], a: Computed, b: Computed, stages: frozenset[Stage]
     ) -> list[tuple[Name, Difference]]:
@@ -253,22 +272,29 @@ class _Comparison:
             figure.max_relative = _larger(figure.max_relative, item.relative)
 
 
-def _comparable(a: Computed, b: Computed) -> tuple[frozenset[Stage], str | None]:
-    """The stages of a step that can be equal, and why not all of them."""
-    off_policy = [any(rollout.off_policy for rollout in computed.step.rollouts) for computed in (a, b)]
-    if a.header.training_hash == b.header.training_hash:
-        if off_policy[0] == off_policy[1]:
-            return frozenset(Stage), None
-        return frozenset(), "not compared, because the rollouts are off-policy"
-    starts = b.step.step == b.header.first_step
-    same_weights = a.step.step == a.header.first_step or _loaded_from(b.step, a.header.training)
-    if starts and same_weights and not any(off_policy):
-        return UP_TO_THE_UPDATE, "compared only up to the update, because the settings of the training differ"
-    return frozenset(), "not compared, because the settings of the training differ (--all-steps compares them)"
+def _changed_settings(a: LedgerHeader, b: LedgerHeader) -> list[str]:
+    """The settings for learning that differ. Changed code of the trainer is meant to be found by comparing."""
+    return [line for line in settings_changes(a, b) if not line.startswith(TRAINER)]
 
 
-def _loaded_from(step: LedgerStep, training: str) -> bool:
-    return bool(step.rollouts) and all(rollout.recorded_by == training for rollout in step.rollouts)
+def _starts_like(b: Computed, a: Computed) -> bool:
+    """Whether this is the first step of b, and it starts with the weights that a had in this step."""
+    if b.step.step != b.header.first_step:
+        return False
+    loaded = bool(b.step.rollouts) and all(rollout.recorded_by == a.header.training for rollout in b.step.rollouts)
+    return loaded or a.step.step == a.header.first_step
+
+
+def _same_rollouts(a: LedgerStep, b: LedgerStep) -> bool:
+    """Whether two steps learned from the same rollouts, as far as their digests are known."""
+    known = [{rollout.gen_batch: rollout.digest for rollout in step.rollouts if rollout.digest} for step in (a, b)]
+    return len(a.rollouts) == len(b.rollouts) and all(
+        known[0][batch] == known[1][batch] for batch in known[0].keys() & known[1].keys()
+    )
+
+
+def _loaded(step: LedgerStep) -> bool:
+    return any(rollout.hit for rollout in step.rollouts)
 
 
 def _names_in(step: LedgerStep) -> Iterator[Name]:

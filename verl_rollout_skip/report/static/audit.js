@@ -102,7 +102,7 @@ function drawFigures() {
 }
 
 function figureRow(figure) {
-  const steps = figure.differing ? `${format(figure.differing)} of ${format(figure.compared)}` : "none";
+  const steps = figure.differing ? `${format(figure.differing)} of ${format(figure.compared)}` : figure.compared ? "none" : "–";
   return el("tr", {},
     el("td", { class: "left", text: figure.stage }),
     el("td", { class: "left" }, visible(figure.name)),
@@ -144,6 +144,7 @@ function chartOf(figure) {
 function chartNote(figure) {
   if (!figure.a || !figure.b) return `only in ${figure.a ? "a" : "b"}`;
   const what = figure.tensor ? "mean of the tensor; " : "";
+  if (!figure.compared) return `${what}not compared`;
   if (!figure.differing) return `${what}equal in all compared steps`;
   const most = isNumber(figure.max_absolute) ? `, by at most ${size(figure.max_absolute)}` : "";
   return `${what}differs from step ${format(figure.first_step)} on${most}`;
