@@ -1,7 +1,7 @@
 """Runs every example in docs/cli.md and in ``--help``.
 
-The ``console`` blocks of docs/cli.md, including the reference with the ``--help`` of each command, run in order
-on a test recording and must print what the document shows. Names, digests, sizes, dates and times may differ.
+The ``console`` blocks of docs/cli.md, including the reference with the ``--help`` of each command, and of docs/audit.md run in
+order on a test recording and must print what the document shows. Names, digests, sizes, dates and times may differ.
 Set ``UPDATE_DOCS=1`` to update the document.
 """
 
@@ -33,6 +33,7 @@ from verl_rollout_skip.cli.command import Command
 from verl_rollout_skip.cli.program import COMMANDS, EXIT_CODES, load_command
 
 DOCUMENT = ROOT / "docs" / "cli.md"
+DOCUMENTS = (DOCUMENT, ROOT / "docs" / "audit.md")
 BLOCK = re.compile(r"^```console\n(?P<session>.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMES = ("0123456789ab", "ba9876543210")
 ELSEWHERE = {"view": "is a server", "resume": "starts a training; has its own tests"}
@@ -125,11 +126,12 @@ def comparable(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_the_examples_in_cli_md_print_what_it_shows(data: dict[str, str], capsys: Any) -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_examples_in_a_document_print_what_it_shows(document: Path, data: dict[str, str], capsys: Any) -> None:
+    text = document.read_text(encoding="utf-8")
     now = played(text, Session(data, capsys))
     if os.environ.get("UPDATE_DOCS"):
-        DOCUMENT.write_text(now, encoding="utf-8")
+        document.write_text(now, encoding="utf-8")
     else:
         assert comparable(now) == comparable(text)
 
