@@ -1,8 +1,8 @@
-"""Runs every example in docs/cli.md and in ``--help``.
+"""Runs every example in docs/cli.md, docs/audit.md and in ``--help``.
 
-The ``console`` blocks of docs/cli.md, including the reference with the ``--help`` of each command, and of docs/audit.md run in
-order on a test recording and must print what the document shows. Names, digests, sizes, dates and times may differ.
-Set ``UPDATE_DOCS=1`` to update the document.
+The ``console`` blocks of these documents, including the reference with the ``--help`` of each command, run in order
+on a test recording and must print what the document shows. Names, digests, sizes, dates and times may differ.
+Set ``UPDATE_DOCS=1`` to update the documents.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks every code block in the documentation with a rule. A block without a rule fails.
 
 ``rollout-skip`` commands run on a test recording. For training commands, hydra composes the real configuration and the
-settings are checked, but nothing is started. Other tests cover the Python blocks (``test_examples.py``), commands with their
-output (``tests/cli/test_docs.py``), and the pages that are run with their trainings (``tests/e2e/test_scenarios.py``).
+settings are checked, but nothing is started. Other tests cover the Python blocks (``test_examples.py``), commands with
+their output (``tests/cli/test_docs.py``), and pages that run with their trainings (``tests/e2e/test_scenarios.py``).
 """
 
 from __future__ import annotations
