@@ -173,7 +173,7 @@ def test_with_nothing_to_compare_the_error_says_what_to_do(variant: Path, tmp_pa
     assert "does not exist" in error(capsys, tmp_path / "missing")
     assert "none of them begins with 'x'" in error(capsys, variant / "ledgers" / "x")
     write(variant, REPLAY, range(1, 6), OTHER_REPLAY)
-    assert f"there is no ledger of {OTHER_REPLAY}, which recorded them" in error(capsys, variant)
+    assert f"there is no ledger of {OTHER_REPLAY}, which recorded their rollouts" in error(capsys, variant)
     write(tmp_path / "later", RECORDING, range(7, 9))
     nothing = error(capsys, variant, f"{tmp_path}/later/ledgers/{RECORDING}")
     assert "There is nothing to compare. only in a: steps 1-5; only in b: steps 7-8" in nothing
@@ -222,6 +222,13 @@ def test_a_huge_ledger_is_refused_without_reading_it_into_memory(variant: Path) 
     with open(ledger_path(variant, REPLAY), "ab") as file:
         file.truncate(8 << 30)  # zeros that take no space on disk
     assert_one_line_error(run_without_torch("audit", variant), f"{REPLAY}.jsonl", "which no training writes")
+
+
+def test_long_settings_are_cut(variant: Path, capsys: Any) -> None:
+    write(variant, REPLAY, range(1, 6), RECORDING, training_settings={f"setting {i}": "x" * 300 for i in range(100)})
+    _, printed = audit(capsys, variant)
+    assert max(len(line) for line in printed.splitlines()) < 1100
+    assert "settings: " in printed
 
 
 def test_control_characters_in_names_do_not_reach_the_terminal(variant: Path, capsys: Any) -> None:

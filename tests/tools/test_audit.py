@@ -273,6 +273,15 @@ def test_repeated_steps_are_not_compared_with_what_was_trained_on_them_first(tmp
     assert whole.verdict is Verdict.DIFFERENT
 
 
+def test_steps_after_the_end_of_the_recording_are_not_compared(tmp_path: Path) -> None:
+    write(tmp_path, RECORDING, range(1, 3))
+    write(tmp_path, REPLAY, range(1, 5), RECORDING, with_rollouts_of({3: 1, 4: 2}), mode="repeat")
+    [found] = audits(tmp_path)
+    assert (found.verdict, found.steps, found.only_b) == (Verdict.IDENTICAL, (1, 2), (3, 4))
+    reason = f"{RECORDING}, which recorded their rollouts, has no such steps"
+    assert f"steps 3-4: not compared, because {reason}" in explain(found)
+
+
 def test_two_recordings_part_where_they_generate_different_rollouts(tmp_path: Path) -> None:
     """The engine is not deterministic. What follows differs anyway, so only the first difference counts."""
 
@@ -302,8 +311,11 @@ def test_without_the_ledger_of_the_recording_nothing_is_compared(tmp_path: Path)
     write(tmp_path, OTHER_REPLAY, range(1, 4), dict.fromkeys(range(1, 4)))
     named, unnamed = audits(tmp_path)
     assert named.verdict is unnamed.verdict is Verdict.NOT_COMPARED
-    assert f"steps 1-3: not compared, because there is no ledger of {RECORDING}, which recorded them" in explain(named)
-    assert "steps 1-3: not compared, because they were recorded without one" in explain(unnamed)
+    assert (
+        f"steps 1-3: not compared, because there is no ledger of {RECORDING}, which recorded their rollouts"
+        in explain(named)
+    )
+    assert "steps 1-3: not compared, because their rollouts were recorded without a ledger" in explain(unnamed)
     with pytest.raises(LedgerError, match=f"rollout-skip audit .*/ledgers/{REPLAY} .*/ledgers/{OTHER_REPLAY}"):
         ledgers(tmp_path).recording()
 

@@ -27,6 +27,7 @@ from verl_rollout_skip.replay.ledger.stages import UP_TO_THE_UPDATE, Stage, stag
 from verl_rollout_skip.tools.ledgers import Computed, Side, name_steps
 
 _CRITICS = "critic's "
+_MAX_TEXT = 1000
 _STAGES = list(Stage)
 # Each training generates its own responses for the validation, so they are not part of what is replayed.
 _EVERYTHING = frozenset(Stage) - {Stage.VALIDATION}
@@ -159,10 +160,10 @@ def explain(found: Audit) -> list[str]:
         ("settings", found.settings),
         ("versions", found.versions),
     ):
-        lines += [f"{title}: {'; '.join(changes)}"] if changes else []
+        lines += [f"{title}: {_shorten('; '.join(changes))}"] if changes else []
     digests = [figure.name.text for figure in found.differing if not figure.beyond and figure.max_absolute is None]
     if digests:
-        lines.append(f"only the digests differ, which no tolerance can judge: {', '.join(digests)}")
+        lines.append(f"only the digests differ, which no tolerance can judge: {_shorten(', '.join(digests))}")
     for side, steps in (("a", found.only_a), ("b", found.only_b)):
         lines += [f"only in {side}: {name_steps(steps)}"] if steps else []
     return [*lines, *found.a.notes, *found.b.notes]
@@ -321,6 +322,10 @@ def _figure_of(item: Difference, labels: set[str]) -> Name:
         if label in labels:
             return Name(item.stage, Kind.TENSOR, label)
     return Name(item.stage, Kind.WEIGHTS if item.stage is Stage.WEIGHTS else Kind.METRIC, item.name)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
 
 
 def _larger(one: float | None, other: float | None) -> float | None:

@@ -126,17 +126,10 @@ class VariantLedgers:
             if recorder in self.names and line.step in self._steps(recorder):
                 trainings[line.step] = recorder
             else:
-                missing.setdefault(recorder, []).append(line.step)
+                missing.setdefault(self._explain_missing(recorder), []).append(line.step)
         for recorder in sorted(set(trainings.values())):
             trainings |= dict.fromkeys(self._steps(recorder) - seen, recorder)
-        notes = []
-        for recorder, steps in missing.items():
-            why = (
-                f"there is no ledger of {recorder}, which recorded them"
-                if recorder
-                else "they were recorded without one"
-            )
-            notes.append(f"{name_steps(steps)}: not compared, because {why}")
+        notes = [f"{name_steps(steps)}: not compared, because {reason}" for reason, steps in missing.items()]
         return self._side(trainings, tuple(notes)) if trainings or missing else None
 
     def later_trainings(self) -> Iterator[tuple[Side, Side]]:
@@ -173,6 +166,14 @@ class VariantLedgers:
         if training not in self._steps_of:
             self._steps_of[training] = frozenset(line.step for line in LedgerReader(self._storage, training))
         return self._steps_of[training]
+
+    def _explain_missing(self, recorder: str) -> str:
+        """Why a step is not in the ledger of the training that recorded its rollouts."""
+        if not recorder:
+            return "their rollouts were recorded without a ledger"
+        if recorder in self.names:
+            return f"{recorder}, which recorded their rollouts, has no such steps"
+        return f"there is no ledger of {recorder}, which recorded their rollouts"
 
     def _compare_two(self) -> str:
         if len(self.names) < 2:
