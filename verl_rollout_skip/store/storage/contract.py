@@ -1,13 +1,13 @@
-"""The contract of a storage. ``commit.py`` relies on these guarantees:
+"""The contract of a storage: the guarantees that ``commit.py`` relies on.
 
-- A storage is one folder. It contains folders, and they contain files. There are no deeper levels. Names never contain
-  a slash.
-- ``stage`` collects bytes without a visible name. ``publish`` turns them into a file atomically and durably: a reader
-  sees all of it or nothing. Without ``replace``, it raises ``FileExistsError`` if the name is taken.
+- A storage is one folder, which contains folders of files and no deeper levels. Names never contain a slash.
+- ``stage`` collects bytes that are not visible to readers yet. ``publish`` turns them into a file atomically and
+  durably: a reader sees the whole file or nothing. Without ``replace``, it raises ``FileExistsError`` if the name is
+  taken.
 - After ``publish``, ``rename`` or ``delete`` returns, a crash of the process or the machine cannot undo it.
-- ``read`` returns a consistent version of the file, and raises ``FileNotFoundError`` if there is none.
-- ``rename`` and ``delete`` do nothing if the file was replaced since the caller saw it. On an object store these are
-  two requests, and a replacement between them is lost.
+- ``read`` returns one consistent version of the file, and raises ``FileNotFoundError`` if there is none.
+- ``rename`` and ``delete`` do nothing if the file has been replaced since the caller saw it. On an object store, each
+  takes two requests, and a file that is replaced between them is lost.
 - Nothing outside the folder is ever read or written.
 """
 
@@ -31,7 +31,7 @@ HERE = "."
 class FileInfo:
     """A file in a folder: its name, size, and modification time (seconds since 1970).
 
-    ``version`` changes when the file is replaced, even by the same bytes.
+    ``version`` changes whenever the file is replaced, even by the same bytes.
     """
 
     name: str
@@ -41,9 +41,9 @@ class FileInfo:
 
 
 class Staged(ABC):
-    """Bytes that are not published yet. Leaving the ``with`` block without publishing discards them.
+    """Bytes that are not published yet. If the ``with`` block ends before they are, they are discarded.
 
-    ``stream`` is an Arrow stream, and the digest is computed at the end in one call, so writing never waits for the
+    ``stream`` is an Arrow stream, and the digest is computed in one call at the end. So writing does not wait for the
     GIL, which a busy training thread releases only every five milliseconds.
     """
 
@@ -57,16 +57,16 @@ class Staged(ABC):
 
     @abstractmethod
     def content(self) -> Any:
-        """All written bytes as a buffer. Nothing can be written afterwards."""
+        """All written bytes as a buffer. Ends writing."""
 
     def measure(self) -> tuple[int, str]:
-        """Size and digest of all written bytes. Nothing can be written afterwards."""
+        """The size and the digest of all written bytes. Ends writing."""
         with memoryview(self.content()) as view:
             return view.nbytes, digest_of(view)
 
     @abstractmethod
     def discard(self) -> None:
-        """Discard the bytes. Does nothing if they were published."""
+        """Discard the bytes. Does nothing if they have been published."""
 
     def __enter__(self) -> Staged:
         return self
@@ -81,40 +81,40 @@ def digest_of(data: Any) -> str:
 
 
 class Storage(Protocol):
-    """See the module docstring for the guarantees of each method."""
+    """The module docstring lists the guarantees of each method."""
 
     shows_writers: bool
-    """Whether staged files are visible in their folder, with names that start with ``names.TEMPORARY``."""
+    """Whether ``files`` lists staged files. Their names start with ``names.TEMPORARY``."""
 
     def stage(self, folder: str) -> Staged: ...
 
     def publish(self, staged: Staged, name: str, replace: bool = False) -> None: ...
 
     def read(self, folder: str, name: str, limit: int) -> Any:
-        """The bytes of a file. Raises ``EntryTooLargeError`` if there are more than ``limit``."""
+        """The content of a file. Raises ``EntryTooLargeError`` if it has more than ``limit`` bytes."""
 
     def info(self, folder: str, name: str) -> FileInfo | None: ...
 
     def rename(self, folder: str, seen: FileInfo, new: str) -> bool:
-        """Rename a file if it has not been replaced since it was seen. Overwrites ``new``. Returns whether it did."""
+        """Rename a file, unless it was replaced since it was seen. Overwrites ``new``. Returns whether it did so."""
 
     def delete(self, folder: str, file: str | FileInfo) -> bool:
-        """Delete a file: by name, or only if it has not been replaced since it was seen. Returns whether it did."""
+        """Delete a file: by name, or unless it was replaced since it was seen. Returns whether it did so."""
 
     def folders(self) -> Iterator[str]: ...
 
     def names(self, folder: str) -> list[str]:
-        """The names of the files in a folder; empty if there is no such folder."""
+        """The names of the files in a folder, empty if the folder does not exist."""
 
     def files(self, folder: str) -> list[FileInfo]:
-        """The files in a folder; empty if there is no such folder."""
+        """The files in a folder, empty if the folder does not exist."""
 
     def where(self, folder: str = "", name: str = "") -> str:
-        """A path or URL for messages."""
+        """The path or URL of a file, a folder, or the storage itself, for messages."""
 
 
 def too_large(where: str, size: int, limit: int) -> str:
-    """The message for a file that is too large to be read."""
+    """The message for a file that is too large to read."""
     return (
         f"{where} has {format_size(size)}, but at most {format_size(limit)} may be read. If it is supposed to be that "
         "large, raise max_load_bytes."
