@@ -52,6 +52,6 @@ def explain_version(version: Any) -> str:
             "wrote it can still read it."
         )
     return (
-        f"format version {version}, but this package reads up to {FORMAT_VERSION}. "
+        f"format version {version}, but this version of verl-rollout-skip reads up to version {FORMAT_VERSION}. "
         "Upgrade verl-rollout-skip to read it."
     )

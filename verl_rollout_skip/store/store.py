@@ -52,7 +52,7 @@ class RolloutStore:
         max_disk: the maximum size of the folder, e.g. ``"200GB"``. A dump that would exceed it is rejected.
         max_load_bytes: the maximum memory for loading one entry; by default, the free memory of the machine.
         part_bytes: split an entry that takes more memory than this into several files. For tests and benchmarks.
-        storage_options: options for the fsspec file system, e.g. credentials or an endpoint.
+        storage_options: arguments for the fsspec file system, e.g. credentials or an endpoint.
 
     Several processes can use the same folder at once, each with its own ``RolloutStore``. A store can be pickled.
     Use it as a context manager, or call ``close``, which waits for the background writer and raises its errors.

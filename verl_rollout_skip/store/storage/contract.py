@@ -84,7 +84,7 @@ class Storage(Protocol):
     """The module docstring lists the guarantees of each method."""
 
     shows_writers: bool
-    """Whether ``files`` lists staged files. Their names start with ``names.TEMPORARY``."""
+    """Whether staged files are visible in their folder, with names that start with ``names.TEMPORARY``."""
 
     def stage(self, folder: str) -> Staged: ...
 
