@@ -133,7 +133,8 @@ def _nested_column(path: Path, tensor: Any, where: str, groups: dict[tuple[int, 
     if 0 in bits.shape[1:] or (len(sizes) and (offsets[:-1] + sizes).max() > len(bits)):
         raise UnsupportedBatchError(
             f"Cannot store {where}: its offsets exceed its values, or one of its dimensions is empty "
-            f"(values of shape {tuple(values.shape)}, ragged in dimension {tensor._ragged_idx}). Build it again from its rows."
+            f"(values of shape {tuple(values.shape)}, ragged in dimension {tensor._ragged_idx}). Build it again from "
+            "its rows."
         )
     if lengths is not None or offsets[0] != 0 or offsets[-1] != len(bits):
         pieces = [bits[start : start + size] for start, size in zip(offsets[:-1], sizes, strict=True)]

@@ -112,7 +112,9 @@ class PartFile:
             self.description = self._read_description()
             self.rows: int = self._metadata.num_rows
             if type(self.description["rows"]) is not int or self.description["rows"] != self.rows:
-                raise CorruptEntryError(f"Its description says {self.description['rows']!r} rows, but it has {self.rows}.")
+                raise CorruptEntryError(
+                    f"Its description says {self.description['rows']!r} rows, but it has {self.rows}."
+                )
             self.entry_rows = slice(start, start + self.rows)
 
     def _check_names(self) -> None:

@@ -6,6 +6,8 @@
   taken.
 - After ``publish``, ``rename`` or ``delete`` returns, a crash of the process or the machine cannot undo it.
 - ``read`` returns one consistent version of the file, and raises ``FileNotFoundError`` if there is none.
+- ``append`` durably adds bytes to the end of a file. After a crash, the file may contain only the first of these bytes.
+  Not every storage can append.
 - ``rename`` and ``delete`` do nothing if the file has been replaced since the caller saw it. On an object store, each
   takes two requests, and a file that is replaced between them is lost.
 - Nothing outside the folder is ever read or written.
@@ -23,6 +25,8 @@ import xxhash
 
 from verl_rollout_skip.store.sizes import format_size
 
+CHUNK = 1 << 20
+"""How many bytes ``chunks`` reads at once."""
 HERE = "."
 """The name of the storage's folder itself."""
 
@@ -85,6 +89,7 @@ class Storage(Protocol):
 
     shows_writers: bool
     """Whether staged files are visible in their folder, with names that start with ``names.TEMPORARY``."""
+    can_append: bool
 
     def stage(self, folder: str) -> Staged: ...
 
@@ -92,6 +97,12 @@ class Storage(Protocol):
 
     def read(self, folder: str, name: str, limit: int) -> Any:
         """The content of a file. Raises ``EntryTooLargeError`` if it has more than ``limit`` bytes."""
+
+    def chunks(self, folder: str, name: str) -> Iterator[bytes]:
+        """The content of a file in small pieces. The file may grow while it is read."""
+
+    def append(self, folder: str, name: str, data: bytes) -> None:
+        """Append to a file, or create it. Requires ``can_append``. Only one process may append to a file."""
 
     def info(self, folder: str, name: str) -> FileInfo | None: ...
 
