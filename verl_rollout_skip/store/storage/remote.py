@@ -127,7 +127,7 @@ class RemoteStorage:
 
     def append(self, folder: str, name: str, data: bytes) -> None:
         raise OSError(
-            f"{self.where(folder, name)} is on an object store, which cannot append to a file. Publish the whole file again."
+            f"{self.where(folder, name)} is on an object store, which cannot append. Publish the whole file again."
         )
 
     def info(self, folder: str, name: str) -> FileInfo | None:
