@@ -90,7 +90,7 @@ class Reader:
         return layouts
 
     def _output_layouts(self, layouts: list[Layout]) -> list[Layout]:
-        """The layouts of the output, with only the tensors that those of the input are derived from."""
+        """The layouts of the output, with only the columns that those of the input are derived from."""
         encodings = [(key, encoding) for layout in layouts for key, (_, encoding) in layout.numbers.items()]
         needed = {key for key, encoding in encodings if encoding.form is Form.SAME and not encoding.of}
         outputs = self._layouts(Side.OUTPUT) if needed else []
