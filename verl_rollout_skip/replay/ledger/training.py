@@ -137,6 +137,7 @@ class TrainingLedger:
         self._writer.do("the ledger has no end", self._write_end)
         self._writer.close()
         self._reader.close()
+        self.is_on = False  # nothing follows the end
         found = None if self._live is None else self._live.describe()
         notes = [] if found is None else [found]
         if self.failures:
