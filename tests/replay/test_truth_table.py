@@ -65,7 +65,7 @@ ABSENT_IN_SHADOW = Outcome(
 CORRUPT = Outcome(
     error=CorruptEntryError, words="step 2, .* damaged: .*gen_000.*.parquet .* digest .* Record the step again"
 )
-NEWER = Outcome(error=NewerFormatError, words="format version 3, .* reads up to 2.* Upgrade")
+NEWER = Outcome(error=NewerFormatError, words="format version 3, .* reads up to version 2.* Upgrade")
 SETTINGS = Outcome(error=MismatchError, words="different settings:.*temperature: 1.0 → 0.7.*on_mismatch=reuse")
 PROMPTS = Outcome(
     error=MismatchError, words="8 of 8 rows differ. The first is row 0:.*recorded .*current .*prompts=recorded"

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from verl_rollout_skip.config.misspelled import find_misspelled
 from verl_rollout_skip.config.modes import (
+    Audit,
     Engine,
     Mode,
     OnDumpError,
@@ -84,6 +85,7 @@ class SkipConfig:
     on_dump_error: OnDumpError = OnDumpError.AUTO
     max_disk: int | None = None
     log_samples: int = 4
+    audit: Audit = Audit.AUTO
     tasks: Tasks = Tasks.AUTO
     part_bytes: int = PART_BYTES
     partial_every: float | None = 30.0
@@ -145,6 +147,7 @@ class SkipConfig:
             on_dump_error=choose(OnDumpError, values.get("on_dump_error", "auto"), f"{BLOCK}.on_dump_error"),
             max_disk=_parse_size(values.get("max_disk"), f"{BLOCK}.max_disk"),
             log_samples=_parse_count(values.get("log_samples", 4) or None, f"{BLOCK}.log_samples") or 0,
+            audit=choose(Audit, values.get("audit", Audit.AUTO), f"{BLOCK}.audit"),
             tasks=choose(Tasks, values.get("tasks", Tasks.AUTO), f"{BLOCK}.tasks"),
             part_bytes=_parse_size(values.get("part_bytes"), f"{BLOCK}.part_bytes") or PART_BYTES,
             partial_every=_parse_seconds(values.get("partial_every", 30), f"{BLOCK}.partial_every"),

@@ -75,13 +75,14 @@ _METRICS = {
 # Figures of time, memory and speed, which differ from run to run.
 _KEPT = ("perf/total_num_tokens",)
 _TIMINGS = (
-    *("timing_*", "perf/*", "rollout_skip/*", "agent_loop/*", "*_gb", "*/mfu/*", "*/throughput*", "*memory*"),
+    *("timing_*", "perf/*", "rollout_skip/*", "agent_loop/*", "*_gb", "*mfu*", "*/perf/*", "*/throughput*", "*memory*"),
     *("*_s", "*_ms", "*_seconds", "*/time*", "*_time", "*_time/*", "*tokens_per_second*"),
 )
 
 
 def stage_of_tensor(name: str) -> Stage:
-    """The stage that computed a tensor which an update receives."""
+    """The stage that computed a tensor which an update receives. ``#2`` marks the second update of a step."""
+    name = name.partition("#")[0]
     return next((stage for pattern, stage in _TENSORS.items() if fnmatchcase(name, pattern)), Stage.ROLLOUT)
 
 

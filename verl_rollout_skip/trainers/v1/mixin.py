@@ -26,6 +26,7 @@ from verl_rollout_skip.replay.prompts import UID, InputMismatch
 from verl_rollout_skip.replay.results import Miss, Rollout
 from verl_rollout_skip.replay.steps import TrainingSteps, check_steps, find_checkpoint, first_step
 from verl_rollout_skip.trainers.base import SkipMixin
+from verl_rollout_skip.trainers.checkpoints import observe_checkpoint
 from verl_rollout_skip.trainers.compat import import_engine
 from verl_rollout_skip.trainers.v1 import asynchronous, compat, reward
 from verl_rollout_skip.trainers.v1.alignment import Alignment
@@ -40,6 +41,7 @@ from verl_rollout_skip.trainers.v1.transfer.partial import PartialRollouts
 from verl_rollout_skip.trainers.v1.transfer.pool import TaskPool
 from verl_rollout_skip.trainers.v1.transfer.reading import SampleReader
 from verl_rollout_skip.trainers.v1.transfer.rows import SAMPLE, PutBatch, Sample
+from verl_rollout_skip.trainers.v1.updates import ObservesUpdates
 from verl_rollout_skip.trainers.weights import DeferredWeightSync
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ else:
     HostTrainer = object  # at run time, the host is the trainer class that follows the mixin
 
 
-class RolloutSkipMixin(SkipMixin, HostTrainer):
+class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
     """The mixin must precede the trainer: ``class MyTrainer(RolloutSkipMixin, PPOTrainerSync)``.
 
     ``keeps_sampled_rows``: the trainer does not change a sampled row in TransferQueue before ``_compute_advantage``, so
@@ -83,7 +85,7 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
             self._in_flight,
             self._push_back,
             fetch=self._fetch_from_dataloader,
-            state=self._dataloader_state,
+            state=lambda: self.train_dataloader.state_dict(),
             compares=not self.rollout_skip.replaces_prompts,
         )
         self._reader = SampleReader(self.rollout_skip, self._pool, self._in_flight)
@@ -141,10 +143,6 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
 
     def _fetch_from_dataloader(self) -> TensorDict:
         return super()._fetch_one_gen_batch()
-
-    def _dataloader_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.train_dataloader.state_dict()
-        return state
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         if not self._is_on:
@@ -389,6 +387,7 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
             self._loader.clear_all()  # the checkpoint of an asynchronous training contains what is in TransferQueue
         with self._push_back.rewound(self.train_dataloader):
             super()._save_checkpoint()
+        observe_checkpoint(self, self.rollout_skip.ledger)
         if not self._is_sync and self._last_key is not None:
             self.rollout_skip.prefetch_after(self._last_key)
 
