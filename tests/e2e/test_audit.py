@@ -86,6 +86,8 @@ def test_the_same_training_is_identical_in_every_value_of_every_step(replayed: F
         assert compare_steps(recorded, again) == []
         assert {"values", "returns", "ref_log_prob"} <= recorded.tensors.keys()
         assert recorded.critic_tensors.keys() == recorded.tensors.keys()
+    assert one.steps[-1].weights.keys() == {"actor", "critic"}
+    assert one.steps[-1].weights == other.steps[-1].weights
 
 
 def test_a_policy_loss_that_is_a_millionth_larger_is_found_in_the_update_of_its_step(scaled_loss: Finished) -> None:

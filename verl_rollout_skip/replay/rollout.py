@@ -261,7 +261,6 @@ class RolloutSkip:
         if self.is_closed:
             return
         self.is_closed = True
-        self._counts.notes += self.ledger.close()
         if note is not None:
             self._counts.notes.append(note)
         try:
@@ -269,6 +268,7 @@ class RolloutSkip:
             if self._recorder is not None:
                 self._recorder.close()
         finally:
+            self._counts.notes += self.ledger.close()
             statistics = self.statistics
             if statistics.has_activity:
                 logger.info("%s", self.summary())

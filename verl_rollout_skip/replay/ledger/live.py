@@ -6,6 +6,7 @@ It says nothing as long as both are identical, and warns once when they part.
 from __future__ import annotations
 
 import logging
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from verl_rollout_skip.replay.ledger.compare import (
 from verl_rollout_skip.replay.ledger.file import StepFinder
 from verl_rollout_skip.replay.ledger.line import LedgerHeader, LedgerStep
 from verl_rollout_skip.replay.ledger.stages import UP_TO_THE_UPDATE, Stage
-from verl_rollout_skip.runs.paths import LEDGERS
 from verl_rollout_skip.store.storage.locations import open_storage
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,8 @@ class LiveComparison:
         reasons = [*settings_changes(recorded, self._header), *versions_changes(recorded, self._header)]
         if reasons:
             text += f" The trainings also differ in {', '.join(reasons)}."
-        return f"{text} Later steps are not compared; both ledgers are in {hit.folder}/{LEDGERS}"
+        command = f"rollout-skip audit {shlex.quote(hit.folder)}"
+        return f"{text} Later steps are not compared. To list all differences: {command}"
 
 
 def _steps(count: int, kind: str = "") -> str:
