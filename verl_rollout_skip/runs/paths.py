@@ -3,7 +3,7 @@
 ::
 
     {dump_dir}/{run}/{variant}/
-        manifest.json   trainings/   tokenizer/   pins/   partial/   step_000001/ …
+        manifest.json   trainings/   tokenizer/   pins/   partial/   columns/   step_000001/ …
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ TRAININGS = "trainings"
 TOKENIZER = "tokenizer"
 PINS = "pins"
 PARTIAL = "partial"
+COLUMNS = "columns"
 
 
 def variant_name(config_hash: str) -> str:
