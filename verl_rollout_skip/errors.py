@@ -21,6 +21,10 @@ class ManifestError(RolloutSkipError):
     """A manifest is missing, damaged, edited, or in another version of the format."""
 
 
+class LedgerError(RolloutSkipError):
+    """A training's ledger cannot be read: it is damaged, too large, or in a later version of the format."""
+
+
 class MismatchError(RolloutSkipError):
     """Recorded rollouts depend on different settings or prompts. Says what differs."""
 

@@ -20,7 +20,7 @@ from verl_rollout_skip.fingerprint.fingerprint import make_fingerprint
 from verl_rollout_skip.fingerprint.layout import gpu_layout, layout_difference, versions
 from verl_rollout_skip.runs import checked_json
 from verl_rollout_skip.runs.manifest import Manifest, read_manifest, write_manifest
-from verl_rollout_skip.runs.trainings import TrainingFile
+from verl_rollout_skip.runs.trainings import TrainingFile, training_name
 from verl_rollout_skip.store.storage.locations import open_storage
 
 CONFIG = {
@@ -161,7 +161,9 @@ def test_manifest_of_a_later_version_asks_for_an_upgrade(written: Path) -> None:
 def test_each_training_that_records_has_its_own_file(written: Path) -> None:
     storage = open_storage(str(written.parent))
     for nodes in (2, 4):
-        recording = TrainingFile(storage, gpu_layout({"trainer": {"nnodes": nodes, "n_gpus_per_node": 8}}))
+        recording = TrainingFile(
+            storage, gpu_layout({"trainer": {"nnodes": nodes, "n_gpus_per_node": 8}}), training_name()
+        )
         recording.save([1])
         recording.save([3, 1, 2, 2])
     found = Manifest.load(str(written)).trainings
@@ -174,8 +176,8 @@ def test_damaged_training_file_is_left_out_and_rollouts_stay_usable(
     written: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = open_storage(str(written.parent))
-    TrainingFile(storage, {}).save([1])
-    TrainingFile(storage, {}).save([2])
+    TrainingFile(storage, {}, training_name()).save([1])
+    TrainingFile(storage, {}, training_name()).save([2])
     damaged = min((written.parent / "trainings").iterdir())
     damaged.write_text("{")
     with caplog.at_level(logging.WARNING, logger="verl_rollout_skip"):
@@ -188,13 +190,13 @@ def test_several_processes_can_start_recording_at_once(tmp_path: Path) -> None:
 import json, sys, time
 from verl_rollout_skip.fingerprint.fingerprint import make_fingerprint
 from verl_rollout_skip.runs.manifest import Manifest, write_manifest
-from verl_rollout_skip.runs.trainings import TrainingFile
+from verl_rollout_skip.runs.trainings import TrainingFile, training_name
 from verl_rollout_skip.store.storage.locations import open_storage
 folder, number, config = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 print("ready", flush=True); sys.stdin.readline()
 storage = open_storage(folder)
 manifest = write_manifest(storage, Manifest.make(f"run {number}", config, make_fingerprint(config)))
-recording = TrainingFile(storage, manifest.gpu_layout)
+recording = TrainingFile(storage, manifest.gpu_layout, training_name())
 for step in range(20):
     recording.save(list(range(number * 100, number * 100 + step + 1)))
 print(manifest.run_name, flush=True)
@@ -226,7 +228,7 @@ def test_manifest_on_an_object_store() -> None:
     storage = open_storage(url)
     assert read_manifest(storage) is None
     write_manifest(storage, made())
-    TrainingFile(storage, {}).save([1])
+    TrainingFile(storage, {}, training_name()).save([1])
     assert write_manifest(storage, made()).trainings[0]["steps"] == [1]
     assert Manifest.load(f"{url}/manifest.json") == Manifest.load(url)
     assert Manifest.load(url).path == f"{url}/manifest.json"

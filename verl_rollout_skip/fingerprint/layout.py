@@ -13,6 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_rollout_skip._version import __version__
+from verl_rollout_skip.fingerprint.fingerprint import flatten, resolve_config
+from verl_rollout_skip.fingerprint.patterns import matches
 
 _PARALLEL = {
     "tensor": ("tensor_model_parallel_size", "megatron.tensor_model_parallel_size"),
@@ -26,6 +28,15 @@ _ROLES = {
     "ref": "actor_rollout_ref.ref",
     "critic": "critic",
 }
+_SPLITTING = tuple(
+    f"{prefix}.*{name}*"
+    for prefix in ("actor_rollout_ref", "critic")
+    for name in (
+        *("micro_batch_size", "max_token_len_per_gpu", "use_dynamic_bsz", "use_remove_padding", "fused_kernel"),
+        *("use_liger", "use_torch_compile", "parallel_size", "fsdp_size", "offload", "strategy", "attn_implementation"),
+        *("gradient_checkpointing", "entropy_from_logits", "dtype"),
+    )
+)
 _ENGINES = ("vllm", "sglang", "tensorrt_llm")
 
 
@@ -49,6 +60,15 @@ def gpu_layout(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     if cluster is not None:
         layout["cluster"] = cluster
     return layout
+
+
+def layout_settings(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that change how a batch is split or with which kernels it is computed, by dotted key.
+
+    They make no difference to what is computed, except to its last bits.
+    """
+    flat = flatten(resolve_config(config))
+    return {key: value for key, value in flat if value is not None and any(matches(key, item) for item in _SPLITTING)}
 
 
 def _ray_cluster() -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from verl_rollout_skip.replay.prompts import shallow_copy
 from verl_rollout_skip.runs.manifest import Manifest, write_manifest
 from verl_rollout_skip.runs.paths import MANIFEST, TRAININGS
 from verl_rollout_skip.runs.tokenizer import copy_tokenizer
-from verl_rollout_skip.runs.trainings import TrainingFile
+from verl_rollout_skip.runs.trainings import TrainingFile, training_name
 from verl_rollout_skip.runs.variants import Run
 from verl_rollout_skip.store.codec import Summary
 from verl_rollout_skip.store.record import RecordedPart
@@ -163,7 +163,7 @@ class Recorder:
         except OSError as error:
             logger.warning("the tokenizer was not copied into the variant folder: %s", error)
         if self._training is None:
-            self._training = TrainingFile(storage, gpu_layout(self.run.config))
+            self._training = TrainingFile(storage, gpu_layout(self.run.config), training_name())
         self._save(self._training, [key.step for key in self._accepted])
 
     def _save(self, training: TrainingFile, steps: list[int]) -> None:

@@ -3,13 +3,14 @@
 ::
 
     {dump_dir}/{run}/{variant}/
-        manifest.json   trainings/   tokenizer/   pins/   partial/   columns/   step_000001/ …
+        manifest.json   trainings/   ledgers/   columns/   tokenizer/   pins/   partial/   step_000001/ …
 """
 
 from __future__ import annotations
 
 MANIFEST = "manifest.json"
 TRAININGS = "trainings"
+LEDGERS = "ledgers"
 TOKENIZER = "tokenizer"
 PINS = "pins"
 PARTIAL = "partial"

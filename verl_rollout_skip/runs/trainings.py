@@ -21,12 +21,18 @@ from verl_rollout_skip.store.storage import Storage
 logger = logging.getLogger(__name__)
 
 
+def training_name() -> str:
+    """A new name for the files of a training. Names sort by time, to the millisecond."""
+    now = datetime.now(timezone.utc)
+    return f"{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}Z-{secrets.token_hex(4)}"
+
+
 class TrainingFile:
     """The file of the current training: written at its first dump, and again at its end with all recorded steps."""
 
-    def __init__(self, storage: Storage, layout: dict[str, Any]) -> None:
+    def __init__(self, storage: Storage, layout: dict[str, Any], name: str) -> None:
         self._storage = storage
-        self._name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}.json"
+        self._name = f"{name}.json"
         self._fields = {
             "started_at": checked_json.timestamp(),
             "host": host(),

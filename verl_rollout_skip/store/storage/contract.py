@@ -6,6 +6,7 @@
   sees all of it or nothing. Without ``replace``, it raises ``FileExistsError`` if the name is taken.
 - After ``publish``, ``rename`` or ``delete`` returns, a crash of the process or the machine cannot undo it.
 - ``read`` returns a consistent version of the file, and raises ``FileNotFoundError`` if there is none.
+- ``append`` adds bytes to the end of a file, durably. A crash may leave only the first of them. Not every storage can.
 - ``rename`` and ``delete`` do nothing if the file was replaced since the caller saw it. On an object store these are
   two requests, and a replacement between them is lost.
 - Nothing outside the folder is ever read or written.
@@ -23,6 +24,8 @@ import xxhash
 
 from verl_rollout_skip.store.sizes import format_size
 
+CHUNK = 1 << 20
+"""The size of the pieces in which ``chunks`` reads a file."""
 HERE = "."
 """The name of the storage's folder itself."""
 
@@ -85,6 +88,7 @@ class Storage(Protocol):
 
     shows_writers: bool
     """Whether staged files are visible in their folder, with names that start with ``names.TEMPORARY``."""
+    can_append: bool
 
     def stage(self, folder: str) -> Staged: ...
 
@@ -92,6 +96,12 @@ class Storage(Protocol):
 
     def read(self, folder: str, name: str, limit: int) -> Any:
         """The bytes of a file. Raises ``EntryTooLargeError`` if there are more than ``limit``."""
+
+    def chunks(self, folder: str, name: str) -> Iterator[bytes]:
+        """The bytes of a file in small pieces. The file may grow meanwhile. Raises ``FileNotFoundError``."""
+
+    def append(self, folder: str, name: str, data: bytes) -> None:
+        """Append to a file, and create it if there is none. Only if ``can_append``, and by one process per file."""
 
     def info(self, folder: str, name: str) -> FileInfo | None: ...
 

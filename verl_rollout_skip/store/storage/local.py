@@ -25,13 +25,14 @@ import xxhash
 
 from verl_rollout_skip.errors import EntryTooLargeError, UnsafePathError
 from verl_rollout_skip.store.names import TEMPORARY
-from verl_rollout_skip.store.storage.contract import FileInfo, Staged, too_large
+from verl_rollout_skip.store.storage.contract import CHUNK, FileInfo, Staged, too_large
 
 _ROOT_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOLDER_FLAGS = _ROOT_FLAGS | os.O_NOFOLLOW
 # Without O_NONBLOCK, opening a named pipe would wait for a writer.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_APPEND_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _ATTEMPTS = 5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -92,6 +93,7 @@ class LocalStorage:
     """A folder under a local path. The first write creates it."""
 
     shows_writers = True
+    can_append = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
@@ -101,10 +103,7 @@ class LocalStorage:
         return _retry(errno.ENOENT, lambda: self._stage(folder))
 
     def _stage(self, folder: str) -> Staged:
-        _make_durable(self.root)
-        with _opened(self.root) as root_fd, contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o755, dir_fd=root_fd)
-            os.fsync(root_fd)
+        self._make(folder)
         with self._folder_fd(folder) as fd:
             folder_fd = os.dup(fd)
         try:
@@ -135,6 +134,34 @@ class LocalStorage:
                 raise EntryTooLargeError(too_large(self.where(folder, name), size, limit))
             with open(fd, "rb", closefd=False) as file:
                 return file.read(size)
+
+    def chunks(self, folder: str, name: str) -> Iterator[bytes]:
+        with (
+            self._folder_fd(folder) as folder_fd,
+            self._no_links(folder, name),
+            _opened(name, _READ_FLAGS, folder_fd) as fd,
+        ):
+            self._regular(os.fstat(fd), folder, name)
+            while data := os.read(fd, CHUNK):
+                yield data
+
+    def append(self, folder: str, name: str, data: bytes) -> None:
+        _retry(errno.ENOENT, lambda: self._append(folder, name, data))
+
+    def _append(self, folder: str, name: str, data: bytes) -> None:
+        self._make(folder)
+        with (
+            self._folder_fd(folder) as folder_fd,
+            self._no_links(folder, name),
+            _opened(name, _APPEND_FLAGS, folder_fd) as fd,
+        ):
+            is_new = self._regular(os.fstat(fd), folder, name).st_size == 0
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+            if is_new:
+                os.fsync(folder_fd)
 
     @_again_if_stale
     def info(self, folder: str, name: str) -> FileInfo | None:
@@ -187,6 +214,12 @@ class LocalStorage:
 
     def where(self, folder: str = "", name: str = "") -> str:
         return str(self.root / folder / name)
+
+    def _make(self, folder: str) -> None:
+        _make_durable(self.root)
+        with _opened(self.root) as root_fd, contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o755, dir_fd=root_fd)
+            os.fsync(root_fd)
 
     @contextlib.contextmanager
     def _folder_fd(self, folder: str) -> Iterator[int]:

@@ -21,6 +21,7 @@ import pyarrow as pa
 from verl_rollout_skip.errors import EntryTooLargeError
 from verl_rollout_skip.store.storage.contract import HERE, FileInfo, Staged, too_large
 
+_CHUNK = 8 << 20  # each piece is a request
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "az"}
 _LIBRARIES = {
     **dict.fromkeys(("s3", "s3a", "gs", "gcs"), "Install it with pip install 'verl-rollout-skip[remote]'."),
@@ -51,6 +52,7 @@ class RemoteStorage:
     """A folder under a URL."""
 
     shows_writers = False
+    can_append = False
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self.url = url.rstrip("/")
@@ -116,6 +118,15 @@ class RemoteStorage:
         if info.size > limit:
             raise EntryTooLargeError(too_large(self.where(folder, name), info.size, limit))
         return bytes(self._ask("cat_file", self._path(folder, name)))
+
+    def chunks(self, folder: str, name: str) -> Iterator[bytes]:
+        size = self._ask("info", self._path(folder, name), **self._no_cache)["size"]
+        for start in range(0, size, _CHUNK):
+            end = min(start + _CHUNK, size)
+            yield bytes(self._ask("cat_file", self._path(folder, name), start=start, end=end))
+
+    def append(self, folder: str, name: str, data: bytes) -> None:
+        raise OSError(f"{self.where(folder, name)} is an object, and nothing can be appended to it: write it again.")
 
     def info(self, folder: str, name: str) -> FileInfo | None:
         return self._find(self._path(folder, name))
