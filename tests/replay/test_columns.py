@@ -48,7 +48,7 @@ def dump(columns: TrainingColumns, tensors: dict[str, torch.Tensor], order: list
     """A step that trains on these rows of its rollout, all of them by default."""
     columns.add_rollout(STEP, lambda: rows_of(tensors))
     chosen = tensors if order is None else {name: tensor[order] for name, tensor in tensors.items()}
-    columns.add_update(1, "actor", chosen, rows_of(chosen))
+    columns.add_update(1, "actor", [(chosen, rows_of(chosen))])
 
 
 def dump_and_close(columns: TrainingColumns) -> None:
@@ -77,7 +77,7 @@ def test_log_probs_of_an_update_come_back_bit_for_bit(tmp_path: Path) -> None:
     for name in ("old_log_probs", "ref_log_prob", "rollout_log_probs", "response_mask"):
         assert_same_tensor(found[name], tensors[name])
     assert columns.failures == 0
-    assert columns.updates == 1
+    assert columns.dumped == 1
     assert columns.written_bytes > 0
 
 
@@ -89,7 +89,7 @@ def test_all_dumps_every_tensor_of_actor_and_critic_even_nan_payloads_and_bfloat
     columns = open_columns(tmp_path, Level.ALL)
     columns.add_rollout(STEP, lambda: rows_of(tensors))
     for role in ("critic", "actor"):
-        columns.add_update(1, role, tensors, rows_of(tensors))
+        columns.add_update(1, role, [(tensors, rows_of(tensors))])
     columns.close()
     store = RolloutStore(tmp_path / "columns" / TRAINING)
     assert [store.record(key).info["role"] for key in store] == ["critic", "actor"]
@@ -102,7 +102,7 @@ def test_all_dumps_every_tensor_of_actor_and_critic_even_nan_payloads_and_bfloat
 
 def test_log_probs_leaves_out_the_critic(tmp_path: Path) -> None:
     columns = open_columns(tmp_path)
-    columns.add_update(1, "critic", tensors_of(), rows_of(tensors_of()))
+    columns.add_update(1, "critic", [(tensors_of(), rows_of(tensors_of()))])
     columns.close()
     assert not (tmp_path / "columns").exists()
 
@@ -121,7 +121,7 @@ def test_rows_of_a_filtered_step_come_from_several_generation_batches(tmp_path: 
     columns = open_columns(tmp_path)
     columns.add_rollout(RolloutKey(1, 0), lambda: rows_of(first))
     columns.add_rollout(RolloutKey(1, 1), lambda: rows_of(second))
-    columns.add_update(1, "actor", padded, rows_of(padded))
+    columns.add_update(1, "actor", [(padded, rows_of(padded))])
     columns.close()
     found = dumped(tmp_path)
     assert found["rollout_gen_batch"].tolist() == [0, 0, 1, 1, -1]
@@ -143,7 +143,7 @@ def test_keys_identify_the_rows_of_a_v1_update_with_jagged_tensors(tmp_path: Pat
     tensors = {"old_log_probs": jagged(), "rollout_log_probs": jagged(), "response_mask": jagged() > 0}
     columns = open_columns(tmp_path)
     columns.add_rollout(STEP, lambda: ["a_0_0", "a_1_0", "b_0_0"])
-    columns.add_update(1, "actor", tensors, ["b_0_0", "padding", "a_1_0"])
+    columns.add_update(1, "actor", [(tensors, ["b_0_0", "padding", "a_1_0"])])
     columns.close()
     found = dumped(tmp_path)
     assert found["rollout_row"].tolist() == [2, -1, 1]
@@ -168,9 +168,29 @@ def test_several_updates_of_a_step_are_entries_of_their_own(tmp_path: Path) -> N
     for gen_batch in range(2):
         tensors = tensors_of(seed=gen_batch)
         columns.add_rollout(RolloutKey(1, gen_batch), lambda tensors=tensors: rows_of(tensors))
-        columns.add_update(1, "actor", tensors, rows_of(tensors))
+        columns.add_update(1, "actor", [(tensors, rows_of(tensors))])
     columns.close()
     assert [dumped(tmp_path, RolloutKey(1, n))["rollout_gen_batch"].tolist() for n in (0, 1)] == [[0] * 8, [1] * 8]
+
+
+def test_slices_of_an_update_are_one_entry(tmp_path: Path) -> None:
+    tensors = tensors_of()
+    jagged = torch.nested.as_nested_tensor([torch.randn(n + 1) for n in range(8)], layout=torch.jagged)
+    parts = [
+        ({"response_mask": tensors["response_mask"][rows], "old_log_probs": part}, list(range(8))[rows])
+        for rows, part in (
+            (slice(0, 3), torch.nested.as_nested_tensor(list(jagged.unbind()[:3]), layout=torch.jagged)),
+            (slice(3, 8), torch.nested.as_nested_tensor(list(jagged.unbind()[3:]), layout=torch.jagged)),
+        )
+    ]
+    columns = open_columns(tmp_path)
+    columns.add_rollout(STEP, lambda: list(range(8)))
+    columns.add_update(1, "actor", parts)
+    columns.close()
+    found = dumped(tmp_path)
+    assert found["rollout_row"].tolist() == list(range(8))
+    assert_same_tensor(found["response_mask"], tensors["response_mask"])
+    assert [row.tolist() for row in found["old_log_probs"].unbind()] == [row.tolist() for row in jagged.unbind()]
 
 
 def test_a_crash_before_the_commit_leaves_no_columns(tmp_path: Path, fork: Any) -> None:
@@ -240,7 +260,7 @@ def test_tensors_that_the_trainer_changes_after_the_update_are_a_failed_dump_onc
     columns._store._writer.wait(STEP)
     columns.report_failures()
     assert columns.failures == 1
-    columns.add_update(1, "actor", tensors, rows_of(tensors))
+    columns.add_update(1, "actor", [(tensors, rows_of(tensors))])
     tensors["old_log_probs"].fill_(1)
     columns.close()
     assert columns.failures == 1
