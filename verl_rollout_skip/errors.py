@@ -25,6 +25,10 @@ class LedgerError(RolloutSkipError):
     """A training's ledger cannot be read: it is damaged, too large, or in a later version of the format."""
 
 
+class NoLedgerError(LedgerError):
+    """A training has no ledger."""
+
+
 class MismatchError(RolloutSkipError):
     """Recorded rollouts depend on different settings or prompts. Says what differs."""
 

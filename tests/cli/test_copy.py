@@ -307,6 +307,6 @@ def test_training_columns_of_the_selected_steps_are_copied_with_them(many: Path,
     [copied] = copy(capsys, many, tmp_path / "all", "--read-back")
     assert (copied["copied"], copied["columns"]) == (60, 3)
     assert contents(tmp_path / "all") == contents(many)
-    record_file(many / "columns" / "a", RolloutKey(1)).write_text("{}")
+    record_file(many / "columns" / "a", 1).write_text("{}")
     [copied] = copy(capsys, many, tmp_path / "other", "--steps", "1", code=1)
     assert [problem["outcome"] for problem in copied["problems"]] == ["damaged"]

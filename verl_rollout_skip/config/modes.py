@@ -45,6 +45,19 @@ class Mode(str, Enum):
         return self not in (Mode.REPLAY, Mode.REPEAT, Mode.REPEAT_LAST)
 
 
+class Audit(str, Enum):
+    """Whether a training writes a ledger and is compared with that of its recording."""
+
+    AUTO = "auto"
+    """In every mode but ``off``."""
+    OFF = "off"
+    """Never."""
+
+    @property
+    def is_on(self) -> bool:
+        return self is Audit.AUTO
+
+
 class OnMismatch(str, Enum):
     """What to do if all rollouts in the run folder were recorded with different settings."""
 

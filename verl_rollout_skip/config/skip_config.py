@@ -19,6 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from verl_rollout_skip.config.misspelled import find_misspelled
 from verl_rollout_skip.config.modes import (
+    Audit,
     Engine,
     Mode,
     OnDumpError,
@@ -86,6 +87,7 @@ class SkipConfig:
     max_disk: int | None = None
     training_columns: TrainingColumns = TrainingColumns.OFF
     log_samples: int = 4
+    audit: Audit = Audit.AUTO
     tasks: Tasks = Tasks.AUTO
     part_bytes: int = PART_BYTES
     partial_every: float | None = 30.0
@@ -143,6 +145,7 @@ class SkipConfig:
                 TrainingColumns, values.get("training_columns", "off"), f"{BLOCK}.training_columns"
             ),
             log_samples=_parse_count(values.get("log_samples", 4) or None, f"{BLOCK}.log_samples") or 0,
+            audit=choose(Audit, values.get("audit", Audit.AUTO), f"{BLOCK}.audit"),
             tasks=choose(Tasks, values.get("tasks", Tasks.AUTO), f"{BLOCK}.tasks"),
             part_bytes=_parse_size(values.get("part_bytes"), f"{BLOCK}.part_bytes") or PART_BYTES,
             partial_every=_parse_seconds(values.get("partial_every", 30), f"{BLOCK}.partial_every"),

@@ -18,7 +18,7 @@ from verl_rollout_skip.replay.prompts import shallow_copy
 from verl_rollout_skip.runs.manifest import Manifest, write_manifest
 from verl_rollout_skip.runs.paths import MANIFEST, TRAININGS
 from verl_rollout_skip.runs.tokenizer import copy_tokenizer
-from verl_rollout_skip.runs.trainings import TrainingFile, training_name
+from verl_rollout_skip.runs.trainings import TrainingFile
 from verl_rollout_skip.runs.variants import Run
 from verl_rollout_skip.store.codec import Summary
 from verl_rollout_skip.store.record import RecordedPart
@@ -49,13 +49,14 @@ class Recorder:
     rollouts that were not dumped because their key is already taken.
     """
 
-    def __init__(self, run: Run, folder: str) -> None:
+    def __init__(self, run: Run, folder: str, training: str) -> None:
         self.run = run
         self.folder = folder
         self.store = RolloutStore(folder, background=run.settings.background, max_disk=run.settings.max_disk)
         self.not_dumped = 0
         self.failures = 0
         self._replaces = run.settings.mode is Mode.REFRESH
+        self._name = training
         self._training: TrainingFile | None = None
         self._accepted: set[RolloutKey] = set()
         self._steps_on_disk: set[int] | None = None
@@ -114,6 +115,11 @@ class Recorder:
         with self._preparing:
             self._prepare_folder()
 
+    def prepare_ledger(self) -> None:
+        """Write the manifest before the ledger, if there is none yet."""
+        if self._training is None and open_storage(self.folder).info(HERE, MANIFEST) is None:
+            self.prepare_folder()
+
     def report_failure(self, key: RolloutKey, failure: RolloutSkipError) -> None:
         """Treat an accepted rollout that cannot be dumped as a failed dump."""
         with self._handle_failures():
@@ -163,7 +169,7 @@ class Recorder:
         except OSError as error:
             logger.warning("the tokenizer was not copied into the variant folder: %s", error)
         if self._training is None:
-            self._training = TrainingFile(storage, gpu_layout(self.run.config), training_name())
+            self._training = TrainingFile(storage, gpu_layout(self.run.config), self._name)
         self._save(self._training, [key.step for key in self._accepted])
 
     def _save(self, training: TrainingFile, steps: list[int]) -> None:

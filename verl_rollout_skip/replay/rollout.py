@@ -7,11 +7,9 @@ does all of this.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import shlex
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -29,7 +27,10 @@ from verl_rollout_skip.errors import (
     UnsafePathError,
 )
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.replay.at_exit import close_at_exit
 from verl_rollout_skip.replay.explain import explain_key, explain_taken, folders_of
+from verl_rollout_skip.replay.ledger.live import Hit
+from verl_rollout_skip.replay.ledger.training import TrainingLedger
 from verl_rollout_skip.replay.lineage import LINEAGE, ROLLOUT_DIGEST, Lineage, digest_or_unknown
 from verl_rollout_skip.replay.prompts import SAMPLING, meta_of, sampling_of
 from verl_rollout_skip.replay.recorder import Recorder, SlicedRollout
@@ -37,6 +38,7 @@ from verl_rollout_skip.replay.results import Generated, Miss, Rollout
 from verl_rollout_skip.replay.sources import Candidate, Loader, Sources
 from verl_rollout_skip.replay.statistics import Statistics
 from verl_rollout_skip.runs.manifest import CONFIG_HASH, TRAINING_HASH
+from verl_rollout_skip.runs.trainings import TRAINING, training_name
 from verl_rollout_skip.runs.variants import Run, Source, open_run, resolve_prompts
 from verl_rollout_skip.store.threads import in_thread
 
@@ -63,12 +65,14 @@ class RolloutSkip:
             prompts = resolve_prompts(run.config, self.settings.prompts)
         self.replaces_prompts = prompts is Prompts.RECORDED
         """Whether a recorded batch replaces the current one instead of having to match it."""
-        self._recorder = Recorder(run, run.write_folder) if run.write_folder is not None and mode.writes else None
+        training, writes = training_name(), run.write_folder is not None and mode.writes
+        self._recorder = Recorder(run, str(run.write_folder), training) if writes else None
+        self.ledger = TrainingLedger(run, training, self._prepare_ledger)
         own = None if self._recorder is None else self._recorder.store
         self._sources = Sources(run, own, self.replaces_prompts, loader or Loader())
         self._lineage = Lineage()
         self._counts = Statistics()
-        self._closed = self._closes_at_exit = False
+        self.is_closed = self._closes_at_exit = False
         self._check_recorded()
 
     @classmethod
@@ -119,6 +123,7 @@ class RolloutSkip:
 
     def candidates(self, key: RolloutKey) -> Iterator[Candidate]:
         """The recorded rollouts that may be loaded for a key, best first. ``load`` one of them, or call ``miss``."""
+        self.ledger.begin_step(key.step)
         if not self.covers(key):
             return iter(())
         if self._recorder is not None:
@@ -166,6 +171,7 @@ class RolloutSkip:
         if digest is None:
             output, digest = self._snapshot(recorder, key, generated)
         self._add_to_lineage(key, digest)
+        self.ledger.observe_rollout(key, digest, hit=None)
         if not miss.is_covered:
             self._counts.left_out += 1
             self._prefetch_step(key.step + 1)
@@ -252,9 +258,10 @@ class RolloutSkip:
 
         Raises for a failed dump if ``on_dump_error`` says so.
         """
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
+        self._counts.notes += self.ledger.close()
         if note is not None:
             self._counts.notes.append(note)
         try:
@@ -285,15 +292,19 @@ class RolloutSkip:
             logger.error("while handling %s: %s", type(error).__name__, failed)
 
     def _close_at_exit(self) -> None:
-        """Register after the first dump: exit handlers run in reverse order, and ours must run before the writer's."""
         if not self._closes_at_exit:
             self._closes_at_exit = True
-            atexit.register(_close_forgotten, weakref.ref(self))
+            close_at_exit(self)
 
     def _count_hit(self, key: RolloutKey, candidate: Candidate, seconds: float) -> dict[str, float]:
-        info = candidate.entry.record.info
+        info, source = candidate.entry.record.info, candidate.source
         saved = max(float(info.get("generate_s") or 0.0) - seconds, 0.0)
-        off_policy = candidate.source.informational or self._is_off_policy(key, candidate)
+        other_lineage = self._lineage.differs(key, info.get(LINEAGE))
+        off_policy = source.informational or other_lineage or self._learned_otherwise(key, candidate)
+        recorder = info.get(TRAINING) if isinstance(info.get(TRAINING), str) else None
+        reasons = (source.informational, source.other_reward, other_lineage)
+        hit = Hit(source.folder, candidate.key.step, recorder, *reasons)
+        self.ledger.observe_rollout(key, info.get(ROLLOUT_DIGEST), hit, off_policy)
         self._lineage.add(key, info.get(ROLLOUT_DIGEST), info.get(LINEAGE))
         self._counts.hits += 1
         self._counts.load_s += seconds
@@ -307,13 +318,13 @@ class RolloutSkip:
             "rollout_skip/off_policy": float(off_policy),
         }
 
-    def _is_off_policy(self, key: RolloutKey, candidate: Candidate) -> bool:
-        """Whether an entry was not generated with the current weights. All trainings start with the same weights."""
+    def _learned_otherwise(self, key: RolloutKey, candidate: Candidate) -> bool:
+        """Whether an entry was recorded with other weights due to settings. All trainings start with the same ones."""
         info, source = candidate.entry.record.info, candidate.source
         # Several trainings may have recorded into one variant, so the entry's own hash takes precedence.
         recorded = info.get(TRAINING_HASH, source.manifest.training_hash)
         is_other_training = source.other_reward or recorded != self.run.fingerprint.training_hash
-        return (key.step > 1 and is_other_training) or self._lineage.differs(key, info.get(LINEAGE))
+        return key.step > 1 and is_other_training
 
     def _add_to_lineage(self, key: RolloutKey, digest: str) -> None:
         """Add a generated rollout. The lineage before a checkpoint is known only if those steps were recorded."""
@@ -338,7 +349,12 @@ class RolloutSkip:
             ROLLOUT_DIGEST: digest,
             LINEAGE: self._lineage.before(key.step),
             SAMPLING: sampling_of(generated.inputs),
+            TRAINING: self.ledger.training,
         }
+
+    def _prepare_ledger(self) -> None:
+        if self._recorder is not None:
+            self._recorder.prepare_ledger()
 
     def _prefetch_step(self, step: int) -> None:
         """Prefetch a step if it is selected. If step 100 is the first one, it is prefetched during step 99: keeping
@@ -367,21 +383,6 @@ class RolloutSkip:
 
     def _stored_bytes(self) -> int:
         return 0 if self._recorder is None else self._recorder.store.written_bytes
-
-
-def _close_forgotten(reference: weakref.ref[RolloutSkip]) -> None:
-    """Close a recording that is still open when the process exits."""
-    skip = reference()
-    if skip is None or skip._closed:
-        return
-    logger.warning(
-        "the process is exiting, but RolloutSkip.close was not called: waiting for the dumps. Call it at the end of "
-        "your loop, or use RolloutSkip as a context manager, because Ray ends a process without waiting"
-    )
-    try:
-        skip.close()
-    except Exception as error:
-        logger.error("while waiting for the dumps: %s", error)
 
 
 def _replace_timings(batch: Any, metrics: dict[str, float]) -> None:

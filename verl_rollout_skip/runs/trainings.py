@@ -20,6 +20,9 @@ from verl_rollout_skip.store.storage import Storage
 
 logger = logging.getLogger(__name__)
 
+TRAINING = "training"
+"""The key in an entry's record for the name of the training that recorded it."""
+
 
 def training_name() -> str:
     """A new name for the files of a training. Names sort by time, to the millisecond."""

@@ -22,7 +22,7 @@ from verl_rollout_skip.errors import (
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.runs.columns import columns_folder, columns_of, trainings_with_columns
 from verl_rollout_skip.runs.manifest import read_manifest
-from verl_rollout_skip.runs.paths import MANIFEST, PINS, TOKENIZER, TRAININGS
+from verl_rollout_skip.runs.paths import LEDGERS, MANIFEST, PINS, TOKENIZER, TRAININGS
 from verl_rollout_skip.store import commit, committed, names
 from verl_rollout_skip.store.new_files import publish
 from verl_rollout_skip.store.record import EntryRecord
@@ -57,14 +57,14 @@ class CopiedEntry:
 
 
 def copy_metadata(source: Storage, target: Storage) -> None:
-    """Copy the manifest, trainings, tokenizer and pins of a variant. A different manifest at the target is an error."""
+    """Copy everything in a variant but its entries. A different manifest at the target is an error."""
     _copy_manifest(source, target)
-    for folder in (TRAININGS, TOKENIZER, PINS):
+    for folder in (TRAININGS, LEDGERS, TOKENIZER, PINS):
         present = {file.name: file.size for file in target.files(folder)}
         for file in source.files(folder):
             if file.name.startswith("."):
                 continue  # still being written
-            changes = folder == TRAININGS
+            changes = folder in (TRAININGS, LEDGERS)
             if file.name not in present or (changes and present[file.name] != file.size):
                 with contextlib.suppress(FileExistsError):
                     publish(target, folder, file.name, source.read(folder, file.name, _FILE_LIMIT), replace=changes)

@@ -19,6 +19,7 @@ from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.replay.rollout import RolloutSkip
 from verl_rollout_skip.replay.sources import Loader
+from verl_rollout_skip.trainers.compat import LoggedMetrics, observe_metrics
 from verl_rollout_skip.trainers.console import show_messages
 from verl_rollout_skip.trainers.fit import FIT, FitHooks, wrap_fit
 from verl_rollout_skip.trainers.samples import SampleLog
@@ -59,6 +60,7 @@ class SkipMixin(FitHooks):
     _samples: SampleLog
     _weight_sync: DeferredWeightSync | None
     _rollout_keys: KeyCounter
+    _logged_metrics: LoggedMetrics | None = None
     _skip_warned_outside_fit = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -114,17 +116,22 @@ class SkipMixin(FitHooks):
 
     def _start_training(self) -> None:
         self._rollout_keys = KeyCounter()
+        if self._is_on:
+            self._logged_metrics = observe_metrics(self.rollout_skip.ledger.observe_metrics)
 
     def _end_training(self) -> None:
         self._close_recording()
 
     def _end_failed_training(self) -> None:
+        self.rollout_skip.ledger.fail()
         try:
             self._close_recording()
         except Exception as error:  # the error that ended the training is more important
             logger.error("while waiting for the dumps: %s", error)
 
     def _close_recording(self) -> None:
+        if self._logged_metrics is not None:
+            self._logged_metrics.stop()
         try:
             self._samples.close()
         finally:

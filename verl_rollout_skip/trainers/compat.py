@@ -6,9 +6,10 @@ parameters raises an error that says who needs it; an untested version causes a 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -130,6 +131,38 @@ def register_rollout(name: str, rollout: str, replica: type) -> None:
 
     _ROLLOUT_REGISTRY[(name, "async")] = rollout
     RolloutReplicaRegistry.register(name, lambda: replica)
+
+
+class LoggedMetrics:
+    """Passes what verl logs at the end of each step to an observer, which returns more metrics to log.
+
+    All of verl's loops log through a ``Tracking``, which only they can reach, so its class is changed meanwhile.
+    """
+
+    def __init__(self, observe: Callable[[int, Mapping[str, Any]], Mapping[str, float]]) -> None:
+        self._tracking = import_module("verl.utils.tracking").Tracking
+        self._log = original = self._tracking.log
+
+        @functools.wraps(original)
+        def log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> Any:
+            more = observe(step, data) if isinstance(data, Mapping) else {}
+            return original(tracking, {**data, **more} if more else data, step, *args, **kwargs)
+
+        self._tracking.log = log
+
+    def stop(self) -> None:
+        self._tracking.log = self._log
+
+
+def observe_metrics(observe: Callable[[int, Mapping[str, Any]], Mapping[str, float]]) -> LoggedMetrics | None:
+    """Observe what verl logs until ``stop`` is called; None if the installed verl has no ``Tracking`` as expected."""
+    try:
+        from verl.utils.tracking import Tracking
+    except ImportError:
+        return None
+    if Need("log", "to keep the metrics of each step", ("self", "data", "step")).explain_mismatch(Tracking.log):
+        return None
+    return LoggedMetrics(observe)
 
 
 def verl_version() -> str:

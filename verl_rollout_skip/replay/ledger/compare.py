@@ -94,6 +94,11 @@ def settings_changes(recorded: LedgerHeader, current: LedgerHeader) -> list[str]
     return difference(dict(recorded.training_settings), dict(current.training_settings))
 
 
+def versions_changes(recorded: LedgerHeader, current: LedgerHeader) -> list[str]:
+    """The packages whose versions differ between two trainings."""
+    return difference(dict(recorded.versions), dict(current.versions))
+
+
 def _tensors(recorded: LedgerStep, current: LedgerStep, tolerance: Tolerance) -> Iterator[Difference]:
     yield from _tensors_of("", recorded.tensors, current.tensors, recorded.step, tolerance)
     # The critic's update usually receives the same tensors. Each of them is reported once.

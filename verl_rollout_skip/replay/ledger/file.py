@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_rollout_skip.errors import LedgerError, UnsafePathError
+from verl_rollout_skip.errors import LedgerError, NoLedgerError, UnsafePathError
 from verl_rollout_skip.replay.ledger.line import (
     MAX_LINE,
     LedgerEnd,
@@ -115,7 +115,7 @@ class LedgerReader:
                     self._number += 1
                     raise self._error(f"it has more than {format_size(MAX_LINE)}, which no training writes")
         except FileNotFoundError as error:
-            raise LedgerError(f"There is no ledger {self.path}. Was it pruned, or written with audit=off?") from error
+            raise NoLedgerError(f"There is no ledger {self.path}. Was it pruned, or written with audit=off?") from error
         except (OSError, UnsafePathError) as error:
             raise LedgerError(f"{self.path} cannot be read: {error}") from error
         if rest:

@@ -81,7 +81,8 @@ _TIMINGS = (
 
 
 def stage_of_tensor(name: str) -> Stage:
-    """The stage that computed a tensor which an update receives."""
+    """The stage that computed a tensor which an update receives. ``#2`` marks the second update of a step."""
+    name = name.partition("#")[0]
     return next((stage for pattern, stage in _TENSORS.items() if fnmatchcase(name, pattern)), Stage.ROLLOUT)
 
 

@@ -12,7 +12,7 @@ from verl_rollout_skip.errors import EntryNotFoundError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.runs import pins
 from verl_rollout_skip.runs.columns import columns_folder
-from verl_rollout_skip.runs.paths import COLUMNS, MANIFEST, PARTIAL, TOKENIZER, TRAININGS
+from verl_rollout_skip.runs.paths import COLUMNS, LEDGERS, MANIFEST, PARTIAL, TOKENIZER, TRAININGS
 from verl_rollout_skip.store import commit, committed, leftovers, names
 from verl_rollout_skip.store.reader import StoreReader
 from verl_rollout_skip.store.storage import HERE, FileInfo, Storage
@@ -122,7 +122,7 @@ def _remove_rest(variant: RecordedVariant, files: Mapping[str, list[FileInfo]]) 
     """Remove the remaining files that this package wrote into the variant folder, the manifest last."""
     storage = variant.storage
     for folder, found in sorted(files.items()):
-        is_own = folder in (TOKENIZER, TRAININGS)
+        is_own = folder in (LEDGERS, TOKENIZER, TRAININGS)
         is_step = names.parse_folder(folder) is not None and not any(_is_record(file.name) for file in found)
         for file in found:
             if is_own or file.name.startswith(names.TEMPORARY) or (is_step and _is_entry_file(file.name)):

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, open_dict
 from verl import DataProto
 
 from verl_rollout_skip.errors import ConfigError, UnsupportedTrainerError
+from verl_rollout_skip.replay.ledger.updates import ACTOR, CRITIC
 from verl_rollout_skip.trainers import compat
 from verl_rollout_skip.trainers.compat import Need
 
@@ -150,6 +151,14 @@ def find_actor(trainer: Any) -> Any:
     found = getattr(trainer, "actor_rollout_wg", None)
     compat.check_functions(found, "self.actor_rollout_wg", [_UPDATE], f"Supported trainers: {_SUPPORTED}.")
     return found
+
+
+def updates_of(trainer: Any) -> list[tuple[str, Any, str]]:
+    """The calls that update weights: role, workers, and name of the method. They exist after ``init_workers``."""
+    critic = getattr(trainer, "critic_wg", None)
+    # The critic's was called update_critic up to verl 0.7.1.
+    methods = [name for name in ("train_mini_batch", "update_critic") if callable(getattr(critic, name, None))]
+    return [(ACTOR, find_actor(trainer), _UPDATE.name), *((CRITIC, critic, name) for name in methods)]
 
 
 @dataclasses.dataclass(frozen=True)

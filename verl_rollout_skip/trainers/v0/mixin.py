@@ -21,6 +21,7 @@ from verl_rollout_skip.trainers.base import KeyCounter, SkipMixin
 from verl_rollout_skip.trainers.v0 import compat
 from verl_rollout_skip.trainers.v0.driver_batch import DriverBatch
 from verl_rollout_skip.trainers.v0.reward import recompute_rewards
+from verl_rollout_skip.trainers.v0.updates import observe_updates
 from verl_rollout_skip.trainers.weights import DeferredWeightSync
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         self._generate = generator.generate_sequences
         generator.generate_sequences = self._rollout_step
         self._watch_updates()
+        observe_updates(self, self.rollout_skip.ledger)
         settings = self.rollout_skip.settings
         if not settings.starts_engine:
             compat.stop_weight_syncs(self)

@@ -70,6 +70,20 @@ class HostTrainer(Protocol):
     def _save_checkpoint(self) -> None: ...
 
 
+class UpdatingHost(Protocol):
+    """What ``ObservesUpdates`` expects in addition."""
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta: ...
+
+    def _update_critic(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta: ...
+
+
+UPDATE_TENSORS = [
+    *("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "old_log_probs", "entropy"),
+    *("ref_log_prob", "values", "token_level_rewards", "rollout_is_weights", "advantages", "returns"),
+]
+"""The fields that an update reads or that were computed for it, except those that follow from others."""
+
 NEEDS = (
     Need("fit", "to detect the end of the training", positional=None),
     Need("step", "to detect a step that does not sample from the replay buffer", ("metrics", "timing_raw")),
@@ -172,6 +186,12 @@ def field_names(partition: str) -> list[str]:
     """The fields that at least one row of a TransferQueue partition has."""
     client = tq.get_client()
     return list(client._run_coroutine(client._get_partition_meta(partition)).field_names)
+
+
+def columns(keys: list[str], partition: str, fields: list[str]) -> dict[str, Any]:
+    """Those of these fields that all of these rows have."""
+    found = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=fields)
+    return {name: found.get(name) for name in fields if name in found.keys()}  # noqa: SIM118 - a TensorDict
 
 
 def rows_by_unit(keys: list[str], partition: str) -> list[list[int]]:

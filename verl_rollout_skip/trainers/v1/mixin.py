@@ -39,6 +39,7 @@ from verl_rollout_skip.trainers.v1.transfer.partial import PartialRollouts
 from verl_rollout_skip.trainers.v1.transfer.pool import TaskPool
 from verl_rollout_skip.trainers.v1.transfer.reading import SampleReader
 from verl_rollout_skip.trainers.v1.transfer.rows import SAMPLE, PutBatch, Sample
+from verl_rollout_skip.trainers.v1.updates import ObservesUpdates
 from verl_rollout_skip.trainers.weights import DeferredWeightSync
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ else:
     HostTrainer = object  # at run time, the host is the trainer class that follows the mixin
 
 
-class RolloutSkipMixin(SkipMixin, HostTrainer):
+class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
     """The mixin must precede the trainer: ``class MyTrainer(RolloutSkipMixin, PPOTrainerSync)``.
 
     ``keeps_sampled_rows``: the trainer does not change a sampled row in TransferQueue before ``_compute_advantage``, so

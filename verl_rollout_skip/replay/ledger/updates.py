@@ -1,0 +1,27 @@
+"""``UpdateSlice``: the rows that the update of the actor or the critic receives, as the trainers pass them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ACTOR, CRITIC = "actor", "critic"
+
+
+@dataclass(frozen=True)
+class UpdateSlice:
+    """Consecutive rows of an update, which starts at row 0, and their tensors by name.
+
+    ``rows`` identifies the rows: the batch itself (V0), or the keys of the trajectories in TransferQueue (V1).
+    """
+
+    start: int
+    tensors: Mapping[str, Any]
+    rows: Any
+
+
+Slices = Callable[[], Iterable[UpdateSlice]]
+"""Reads the slices of an update. Called on another thread, while the update runs."""
+Consumer = Callable[[int, str, Slices], None]
+"""Called with the step, the role and the slices of each update, on another thread."""
