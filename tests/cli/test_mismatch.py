@@ -15,7 +15,8 @@ from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.config.modes import Mode
 from verl_rollout_skip.config.modes import TrainingColumns as Level
 from verl_rollout_skip.config.skip_config import SkipConfig
-from verl_rollout_skip.replay.columns import TrainingColumns, rows_of
+from verl_rollout_skip.replay.columns import TrainingColumns
+from verl_rollout_skip.replay.ledger.updates import UpdateSlice
 
 TRAINING = "20261119T214500.123Z-1a2b3c4d"
 STEPS = range(1, 4)
@@ -41,10 +42,14 @@ def add_columns(
     for key in RolloutStore(variant):
         tensors = trained(variant, key)
         order = torch.randperm(len(tensors["responses"]), generator=torch.Generator().manual_seed(7)).tolist()
-        columns.add_rollout(key, lambda tensors=tensors: rows_of(tensors))
+        names = [f"row {row}" for row in range(len(order))]
+        columns.add_rollout(key, lambda names=names: names)
         update = {name: tensor[order] for name, tensor in tensors.items()}
         kept = {name: tensor for name, tensor in update.items() if name not in leave_out}
-        columns.add_update(key.step, "actor", [(kept, rows_of(update))])
+        pending = columns.begin_update(key.step, "actor")
+        assert pending is not None
+        pending.add(UpdateSlice(0, kept, [f"row {row}" for row in order]))
+        pending.finish()
     columns.close()
     assert columns.failures == 0
 

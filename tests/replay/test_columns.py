@@ -18,9 +18,10 @@ from tests.environment import leftovers
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.config.modes import Mode, OnDumpError
 from verl_rollout_skip.config.modes import TrainingColumns as Level
-from verl_rollout_skip.config.skip_config import SkipConfig
+from verl_rollout_skip.config.skip_config import SkipConfig, Steps
 from verl_rollout_skip.errors import DiskLimitError, DumpError
 from verl_rollout_skip.replay.columns import TrainingColumns, rows_of
+from verl_rollout_skip.replay.ledger.updates import UpdateSlice
 from verl_rollout_skip.runs.columns import columns_of, trainings_with_columns, variant_usage
 from verl_rollout_skip.store import commit
 from verl_rollout_skip.tools.columns import read_update
@@ -48,7 +49,18 @@ def dump(columns: TrainingColumns, tensors: dict[str, torch.Tensor], order: list
     """A step that trains on these rows of its rollout, all of them by default."""
     columns.add_rollout(STEP, lambda: rows_of(tensors))
     chosen = tensors if order is None else {name: tensor[order] for name, tensor in tensors.items()}
-    columns.add_update(1, "actor", [(chosen, rows_of(chosen))])
+    add_update(columns, "actor", (chosen, None))
+
+
+def add_update(
+    columns: TrainingColumns, role: str, *slices: tuple[dict[str, torch.Tensor], list[str] | None], step: int = 1
+) -> None:
+    """An update as a trainer passes it on: slices of its rows, with their keys in V1."""
+    update = columns.begin_update(step, role)
+    if update is not None:
+        for tensors, keys in slices:
+            update.add(UpdateSlice(0, tensors, tensors if keys is None else keys))
+        update.finish()
 
 
 def dump_and_close(columns: TrainingColumns) -> None:
@@ -89,7 +101,7 @@ def test_all_dumps_every_tensor_of_actor_and_critic_even_nan_payloads_and_bfloat
     columns = open_columns(tmp_path, Level.ALL)
     columns.add_rollout(STEP, lambda: rows_of(tensors))
     for role in ("critic", "actor"):
-        columns.add_update(1, role, [(tensors, rows_of(tensors))])
+        add_update(columns, role, (tensors, None))
     columns.close()
     store = RolloutStore(tmp_path / "columns" / TRAINING)
     assert [store.record(key).info["role"] for key in store] == ["critic", "actor"]
@@ -102,7 +114,7 @@ def test_all_dumps_every_tensor_of_actor_and_critic_even_nan_payloads_and_bfloat
 
 def test_log_probs_leaves_out_the_critic(tmp_path: Path) -> None:
     columns = open_columns(tmp_path)
-    columns.add_update(1, "critic", [(tensors_of(), rows_of(tensors_of()))])
+    add_update(columns, "critic", (tensors_of(), None))
     columns.close()
     assert not (tmp_path / "columns").exists()
 
@@ -121,7 +133,7 @@ def test_rows_of_a_filtered_step_come_from_several_generation_batches(tmp_path: 
     columns = open_columns(tmp_path)
     columns.add_rollout(RolloutKey(1, 0), lambda: rows_of(first))
     columns.add_rollout(RolloutKey(1, 1), lambda: rows_of(second))
-    columns.add_update(1, "actor", [(padded, rows_of(padded))])
+    add_update(columns, "actor", (padded, None))
     columns.close()
     found = dumped(tmp_path)
     assert found["rollout_gen_batch"].tolist() == [0, 0, 1, 1, -1]
@@ -143,7 +155,7 @@ def test_keys_identify_the_rows_of_a_v1_update_with_jagged_tensors(tmp_path: Pat
     tensors = {"old_log_probs": jagged(), "rollout_log_probs": jagged(), "response_mask": jagged() > 0}
     columns = open_columns(tmp_path)
     columns.add_rollout(STEP, lambda: ["a_0_0", "a_1_0", "b_0_0"])
-    columns.add_update(1, "actor", [(tensors, ["b_0_0", "padding", "a_1_0"])])
+    add_update(columns, "actor", (tensors, ["b_0_0", "padding", "a_1_0"]))
     columns.close()
     found = dumped(tmp_path)
     assert found["rollout_row"].tolist() == [2, -1, 1]
@@ -168,7 +180,7 @@ def test_several_updates_of_a_step_are_entries_of_their_own(tmp_path: Path) -> N
     for gen_batch in range(2):
         tensors = tensors_of(seed=gen_batch)
         columns.add_rollout(RolloutKey(1, gen_batch), lambda tensors=tensors: rows_of(tensors))
-        columns.add_update(1, "actor", [(tensors, rows_of(tensors))])
+        add_update(columns, "actor", (tensors, None))
     columns.close()
     assert [dumped(tmp_path, RolloutKey(1, n))["rollout_gen_batch"].tolist() for n in (0, 1)] == [[0] * 8, [1] * 8]
 
@@ -177,15 +189,15 @@ def test_slices_of_an_update_are_one_entry(tmp_path: Path) -> None:
     tensors = tensors_of()
     jagged = torch.nested.as_nested_tensor([torch.randn(n + 1) for n in range(8)], layout=torch.jagged)
     parts = [
-        ({"response_mask": tensors["response_mask"][rows], "old_log_probs": part}, list(range(8))[rows])
+        ({"response_mask": tensors["response_mask"][rows], "old_log_probs": part}, [str(row) for row in range(8)][rows])
         for rows, part in (
             (slice(0, 3), torch.nested.as_nested_tensor(list(jagged.unbind()[:3]), layout=torch.jagged)),
             (slice(3, 8), torch.nested.as_nested_tensor(list(jagged.unbind()[3:]), layout=torch.jagged)),
         )
     ]
     columns = open_columns(tmp_path)
-    columns.add_rollout(STEP, lambda: list(range(8)))
-    columns.add_update(1, "actor", parts)
+    columns.add_rollout(STEP, lambda: [str(row) for row in range(8)])
+    add_update(columns, "actor", *parts)
     columns.close()
     found = dumped(tmp_path)
     assert found["rollout_row"].tolist() == list(range(8))
@@ -244,6 +256,7 @@ def test_failed_dump_of_columns_stops_the_training_only_if_asked(tmp_path: Path,
 def test_a_tensor_with_a_reserved_name_is_a_failed_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     columns = open_columns(tmp_path, Level.ALL)
     dump(columns, {**tensors_of(), "rollout_row": torch.zeros(8)})
+    columns.close()
     assert columns.failures == 1
     assert "'rollout_row', but this name is reserved" in caplog.text
 
@@ -260,7 +273,7 @@ def test_tensors_that_the_trainer_changes_after_the_update_are_a_failed_dump_onc
     columns._store._writer.wait(STEP)
     columns.report_failures()
     assert columns.failures == 1
-    columns.add_update(1, "actor", [(tensors, rows_of(tensors))])
+    add_update(columns, "actor", (tensors, None))
     tensors["old_log_probs"].fill_(1)
     columns.close()
     assert columns.failures == 1
@@ -278,3 +291,30 @@ def test_columns_are_read_row_by_row_in_the_order_of_the_update(tmp_path: Path) 
     assert found is not None
     for number, row in enumerate([1, 0, 2, 3, 4, 5, 6, 7]):
         assert found[number].tolist() == tensors["old_log_probs"][row].tolist()
+
+
+def test_steps_that_are_not_selected_have_no_columns(tmp_path: Path) -> None:
+    columns = open_columns(tmp_path, steps=Steps(((2, 2),)))
+    for step in (1, 2):
+        add_update(columns, "actor", (tensors_of(), None), step=step)
+    columns.close()
+    assert columns_of(str(tmp_path), TRAINING).keys() == [RolloutKey(2)]
+
+
+def test_update_that_cannot_be_read_is_a_failed_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    columns = open_columns(tmp_path)
+    update = columns.begin_update(1, "actor")
+    assert update is not None
+    update.add(UpdateSlice(0, tensors_of(), None))
+    update.fail(RuntimeError("the queue is gone"))
+    columns.close()
+    assert (columns.failures, columns.dumped) == (1, 0)
+    assert "The columns of step 1 were not dumped: the queue is gone" in caplog.text
+
+
+def test_training_without_the_setting_writes_nothing(tmp_path: Path) -> None:
+    columns = open_columns(tmp_path, Level.OFF)
+    dump(columns, tensors_of())
+    columns.close()
+    assert not columns.is_on
+    assert list(tmp_path.iterdir()) == []

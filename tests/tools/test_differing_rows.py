@@ -13,6 +13,7 @@ from verl_rollout_skip.config.modes import Mode
 from verl_rollout_skip.config.modes import TrainingColumns as Level
 from verl_rollout_skip.config.skip_config import SkipConfig
 from verl_rollout_skip.replay.columns import TrainingColumns, rows_of
+from verl_rollout_skip.replay.ledger.updates import UpdateSlice
 from verl_rollout_skip.tools.decoding import TextDecoder
 from verl_rollout_skip.tools.differing_rows import can_compare, differing_tokens
 
@@ -40,7 +41,10 @@ def dump(variant: Path, name: str, update: Tensors, order: list[int], level: Lev
     columns = TrainingColumns(str(variant), name, settings)
     columns.add_rollout(STEP, lambda: rows_of(tensors()))
     balanced = {key: tensor[order] for key, tensor in update.items()}
-    columns.add_update(1, "actor", [(balanced, rows_of(balanced))])
+    update_of_step = columns.begin_update(1, "actor")
+    assert update_of_step is not None
+    update_of_step.add(UpdateSlice(0, balanced, balanced))
+    update_of_step.finish()
     columns.close()
 
 

@@ -236,6 +236,7 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
                 reward.recompute_rewards(rollout.batch, rollout.inputs, self)
             batch = queue.put(rollout.batch, rollout.inputs.get(UID).tolist())
             sample = Sample(**rollout.batch.get(SAMPLE).data)
+        self.rollout_skip.columns.add_rollout(key, lambda: batch.keys)
         refills = self._push_back.keep()
         if not self._is_sync:
             for chunk in refills:
@@ -285,6 +286,8 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
 
     def _record(self, miss: Miss, batch: KVBatchMeta, metrics: dict[str, Any], seconds: float) -> None:
         """Read a sample: a large one while the training continues, unless the training might change its rows."""
+        if miss.dumps:
+            self.rollout_skip.columns.add_rollout(miss.key, lambda: batch.keys)
         reported = asynchronous.combine_metrics(self._prepared, metrics)
         self._prepared = {}
         is_reading = self._reader.start(miss, batch, reported, seconds, self._needed_fields(miss))
