@@ -31,7 +31,7 @@ def columns_of(dumps: Path, training: int = 0) -> RolloutStore:
 
 
 def assert_refers_to_its_rollouts(store: RolloutStore, rollouts: RolloutStore, trained: list[DataProto]) -> None:
-    """Each row of the columns has the values that the actor trained on, and names the recorded row with its response."""
+    """Each row has the values that the actor trained on, and names the recorded row with its response."""
     for key, update in zip(store.keys(), trained, strict=True):
         found = store.get(key)
         assert found["old_log_probs"].tolist() == update.batch["old_log_probs"].tolist()
