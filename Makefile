@@ -133,6 +133,7 @@ bench-trainings: setup ## compare whole trainings: off, record, cache, replay, v
 	$(PY) -m benchmarks.trainings
 	$(PY) -m benchmarks.trainings --v1
 	$(PY) -m benchmarks.trainings --recording
+	$(PY) -m benchmarks.trainings --ledger
 	$(PY) -m benchmarks.picture
 
 bench-vllm: $(READY) .venv-vllm/.ready ## measure what a replay saves with vLLM (BENCH_ARGS)

@@ -24,6 +24,7 @@ from recipes.cpu.assets import make_assets
 from recipes.cpu.processes import Usage
 
 RESULTS = Path(__file__).parent / "results" / "trainings.json"
+LEDGER_WAITED = "rollout_skip/ledger_s"
 console = Console()
 
 
@@ -50,7 +51,13 @@ def main() -> None:
     parser.add_argument(
         "--recording", action="store_true", help="measure only the cost of recording, within one training"
     )
+    parser.add_argument(
+        "--ledger", action="store_true", help="measure only the cost of the ledger, within one training"
+    )
     options = parser.parse_args()
+    if options.ledger:
+        measure_ledger(options.steps)
+        return
     if options.recording:
         measure_recording(options.steps)
         return
@@ -106,6 +113,42 @@ def measure_recording(pairs: int) -> None:
     write("recording", result)
 
 
+def has_ledger(step: int) -> bool:
+    """Whether ``benchmarks.every_other_ledger`` writes a ledger in this step."""
+    return (step - 1) // 2 % 2 == 0
+
+
+def measure_ledger(pairs: int) -> None:
+    """Write a ledger in every other pair of steps of one training, and compare the second steps of the pairs."""
+    steps = range(1, 8 * pairs + 1)
+    with tempfile.TemporaryDirectory(prefix="rollout-skip-bench-") as temporary:
+        folder = Path(temporary)
+        overrides = [
+            "trainer.use_v1=False",
+            f"trainer.total_training_steps={len(steps)}",
+            *("rollout_skip.mode=record", f"rollout_skip.dump_dir={folder}/dumps"),
+        ]
+        assets = make_assets(folder / "assets").folder
+        measure("ledger", folder / "run", assets, overrides, module="benchmarks.every_other_ledger")
+        run = runs.TrainingRun(folder / "run")
+        seconds = run.timing("step")
+        waited = {step: values[LEDGER_WAITED] for step, values in run.metrics().items()}
+    later = [step for step in steps if step > len(steps) // 2 and step % 2 == 0]
+    with_s, without_s = ([seconds[step] for step in later if has_ledger(step) is kept] for kept in (True, False))
+    ratios = [one / other for one, other in zip(with_s, without_s, strict=True)]
+    waits = [waited[step] / seconds[step] for step in later if has_ledger(step)]
+    result = {
+        "pairs": len(ratios),
+        "step_with_ledger_s": statistics.median(with_s),
+        "other_step_s": statistics.median(without_s),
+        "ratio": round(statistics.median(with_s) / statistics.median(without_s), 3),
+        "ratios of neighbors, quartiles": [round(value, 3) for value in statistics.quantiles(ratios, n=4)],
+        "share of a step that waits for the ledger": round(statistics.median(waits), 5),
+    }
+    console.print(result)
+    write("ledger", result)
+
+
 def measure_all(folder: Path, steps: int, v1: bool) -> dict[str, Measured]:
     assets = make_assets(folder / "assets").folder
     ours = f"rollout_skip.dump_dir={folder}/dumps"
@@ -134,8 +177,10 @@ def measure_all(folder: Path, steps: int, v1: bool) -> dict[str, Measured]:
     return measured
 
 
-def measure(name: str, folder: Path, assets: Path, overrides: list[str]) -> Measured:
-    process = runs.start("recipes.ppo.main_ppo", "ppo_cpu", folder, assets, overrides)
+def measure(
+    name: str, folder: Path, assets: Path, overrides: list[str], module: str = "recipes.ppo.main_ppo"
+) -> Measured:
+    process = runs.start(module, "ppo_cpu", folder, assets, overrides)
     run = runs.TrainingRun(folder)
     usage = Usage(process.pid, memory_interval=0.0)
     started, first = time.monotonic(), 0.0

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import parity_reward
-from tests.e2e.training import DAPO, Finished, Trainings, assert_same_results, assert_same_weights, skip, variant_in
+from tests.e2e.training import (
+    DAPO,
+    Finished,
+    Trainings,
+    assert_proved,
+    assert_same_results,
+    assert_same_weights,
+    skip,
+    variant_in,
+)
 from verl_rollout_skip import RolloutKey, RolloutStore
 
 STEPS = 3
@@ -47,6 +56,7 @@ def test_a_replay_of_every_generation_batch_is_the_recorded_training_to_the_last
     assert "CPUServer" in recorded.actors
     assert "CPUServer" not in replayed.actors
     assert replayed.timing("rollout_skip/hit") == {1: 1.0, 2: 1.0, 3: 1.0}
+    assert_proved(replayed, STEPS)
     assert_same_results(recorded, replayed)
     assert_same_weights(recorded, replayed, STEPS)
 

@@ -23,6 +23,7 @@ from tests.e2e.training import (
     VERL_V0,
     Finished,
     Trainings,
+    assert_proved,
     assert_same_results,
     assert_same_weights,
     resume,
@@ -61,6 +62,7 @@ def test_the_same_training_again_generates_nothing_and_is_the_same_to_the_last_b
     assert again.hits() == [1, 2, 3, 4]
     assert_same_results(recorded, again)
     assert_same_weights(recorded, again, STEPS)
+    assert_proved(again, STEPS)
     assert f"{STEPS} loaded" in again.summary
     assert f"0 weight syncs, {STEPS + 1} skipped" in again.summary
 
@@ -73,6 +75,7 @@ def test_a_replay_starts_no_engine_and_is_the_recorded_training_to_the_last_bit(
     assert "WorkerDict" in replayed.actors
     assert not ENGINE & replayed.actors
     assert replayed.hits() == [1, 2, 3, 4]
+    assert_proved(replayed, STEPS)
     assert_same_results(recorded, replayed)
     assert_same_weights(recorded, replayed, STEPS)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.training import PPO, Trainings, assert_same_results, assert_same_weights, skip
+from tests.e2e.training import PPO, Trainings, assert_proved, assert_same_results, assert_same_weights, skip
 
 STEPS = 3
 GAE = (
@@ -34,6 +34,7 @@ def test_a_recorded_training_repeats_while_its_validation_is_generated_with_the_
     assert set(again.trace("generate")) == {0, 2, 3}
     assert again.results()[0] == recorded.results()[0]
     assert any(name.startswith("val-") for name in again.results()[2])
+    assert_proved(again, STEPS)
     assert_same_results(recorded, again, steps=[1, 2, 3])
     assert_same_weights(recorded, again, STEPS)
     assert_same_weights(recorded, again, STEPS, role="critic")

@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.training import (
     VERL_V1,
     Trainings,
+    assert_proved,
     assert_same_results,
     assert_same_weights,
     skip_v1,
@@ -76,6 +77,7 @@ def test_a_replay_without_servers_is_the_recorded_training_to_the_last_bit(
     )
     steps = list(range(start, STEPS + 1))
     assert replayed.hits() == steps
+    assert_proved(replayed, len(steps))
     assert replayed.trace("generate") == replayed.trace("sync") == []
     assert_same_results(recorded, replayed, steps)
     assert_same_weights(recorded, replayed, STEPS)

@@ -12,6 +12,7 @@ from tests.e2e.training import (
     VERL_V1,
     Finished,
     Trainings,
+    assert_proved,
     assert_same_results,
     assert_same_weights,
     skip_v1,
@@ -52,6 +53,7 @@ def test_a_replay_trains_on_the_kept_groups_and_reports_the_filtered_ones(
 ) -> None:
     replayed = trainings.run(VERL_V1, "replay", *DAPO, *skip_v1("replay", dumps))
     assert replayed.trace("generate") == replayed.trace("sync") == []
+    assert_proved(replayed, STEPS)
     assert_same_results(recorded, replayed)
     assert_same_weights(recorded, replayed, STEPS)
     evicted = "training/filter_groups/evicted_samples"

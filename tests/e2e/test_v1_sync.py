@@ -15,6 +15,7 @@ from tests.e2e.training import (
     VERL_V1,
     Finished,
     Trainings,
+    assert_proved,
     assert_same_results,
     assert_same_weights,
     skip_v1,
@@ -45,6 +46,7 @@ def test_a_replay_starts_no_engine_and_is_the_recorded_training_to_the_last_bit(
     assert recorded.actors >= ENGINE, "the engine's actors have other names now"
     assert not ENGINE & replayed.actors
     assert replayed.hits() == [1, 2, 3]
+    assert_proved(replayed, STEPS)
     assert_same_results(recorded, replayed)
     assert_same_weights(recorded, replayed, STEPS)
 

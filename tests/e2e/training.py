@@ -240,6 +240,11 @@ def assert_same_weights(one: Finished, other: Finished, step: int, role: str = "
     assert not different, f"{len(different)} of {len(left)} tensors differ after step {step}: {different[:3]}"
 
 
+def assert_proved(finished: Finished, steps: int) -> None:
+    """Its own ledger proves that it was the recorded training."""
+    assert f"identical to the recording in all {steps} steps" in finished.summary
+
+
 def variant_in(dumps: Path) -> Path:
     """The folder of the only variant below a dump_dir."""
     (manifest,) = dumps.glob("*/*/manifest.json")

@@ -262,7 +262,11 @@ def assert_same_batches(ones: list[DataProto], others: list[DataProto]) -> None:
 
 
 def _results(metrics: dict[str, float]) -> dict[str, str]:
-    return {key: float(value).hex() for key, value in metrics.items() if not key.startswith(("timing", "perf/"))}
+    return {
+        key: float(value).hex()
+        for key, value in metrics.items()
+        if not key.startswith(("timing", "perf/", "rollout_skip/"))
+    }
 
 
 def _contents(batch: DataProto) -> dict[str, Any]:

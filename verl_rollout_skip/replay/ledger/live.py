@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl_rollout_skip.errors import LedgerError, NoLedgerError
-from verl_rollout_skip.fingerprint.fingerprint import TRAINER
+from verl_rollout_skip.fingerprint.fingerprint import CHECKPOINT, TRAINER
 from verl_rollout_skip.replay.ledger.compare import (
     Difference,
     compare_steps,
@@ -30,12 +30,10 @@ logger = logging.getLogger(__name__)
 # Validation always generates, so it is not part of what is replayed.
 _EVERYTHING = frozenset(Stage) - {Stage.VALIDATION}
 _OFF_POLICY = "off-policy, as the training learned with other settings or rewards, or from other rollouts"
-# The stages before the update that other settings change, by the first matching prefix. Settings that are not listed
-# change nothing before the update.
+# The stages before the update that other settings are meant to change, by the first matching prefix. A setting that is
+# not listed changes nothing before the update, or it is worth a warning that it does.
 _CHANGES: dict[str, frozenset[Stage]] = {
     "algorithm.": frozenset({Stage.ADVANTAGES}),
-    "critic.optim.": frozenset(),
-    "critic.": frozenset({Stage.VALUES, Stage.ADVANTAGES}),
     "actor_rollout_ref.ref": frozenset({Stage.REFERENCE, Stage.ADVANTAGES}),
     "actor_rollout_ref.actor.use_kl_loss": frozenset({Stage.REFERENCE}),
     "trainer.balance_batch": UP_TO_THE_UPDATE,
@@ -163,8 +161,9 @@ class LiveComparison:
         return stages or _OFF_POLICY
 
     def _changed_settings(self, recorded: LedgerHeader) -> list[str]:
-        """The settings for learning that differ. Changed code of the trainer is meant to be found by comparing."""
-        return [line for line in settings_changes(recorded, self._header) if not line.startswith(TRAINER)]
+        """The settings for learning that differ. Whether the trainer's code or a checkpoint changes anything, comparing
+        shows."""
+        return [line for line in settings_changes(recorded, self._header) if not line.startswith((TRAINER, CHECKPOINT))]
 
     def _compare(
         self,

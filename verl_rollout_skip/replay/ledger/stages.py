@@ -75,7 +75,7 @@ _METRICS = {
 # Figures of time, memory and speed, which differ from run to run.
 _KEPT = ("perf/total_num_tokens",)
 _TIMINGS = (
-    *("timing_*", "perf/*", "rollout_skip/*", "agent_loop/*", "*_gb", "*/mfu/*", "*/throughput*", "*memory*"),
+    *("timing_*", "perf/*", "rollout_skip/*", "agent_loop/*", "*_gb", "*mfu*", "*/perf/*", "*/throughput*", "*memory*"),
     *("*_s", "*_ms", "*_seconds", "*/time*", "*_time", "*_time/*", "*tokens_per_second*"),
 )
 

@@ -41,6 +41,7 @@ class _Step:
     rollouts: list[StepRollout] = field(default_factory=list)
     hits: list[Hit] = field(default_factory=list)
     updates: Counter[str] = field(default_factory=Counter)
+    is_logged: bool = False
 
     def line(self) -> LedgerStep:
         return LedgerStep(
@@ -61,7 +62,7 @@ class TrainingLedger:
         self.consumers: list[Consumer] = []
         self._run = run
         self._prepare = prepare
-        self._is_on = run.settings.audit.is_on
+        self.is_on = run.settings.audit.is_on
         self._worker = _Worker(self._fail)
         self._step: _Step | None = None
         self._file: LedgerFile | None = None
@@ -73,7 +74,7 @@ class TrainingLedger:
     @property
     def is_observing(self) -> bool:
         """Whether anything is done with the tensors of an update."""
-        return self._is_on or bool(self.consumers)
+        return self.is_on or bool(self.consumers)
 
     def begin_step(self, step: int) -> None:
         """A rollout of this step is about to be loaded or generated, so the step before it is complete."""
@@ -83,7 +84,7 @@ class TrainingLedger:
 
     def observe_rollout(self, key: RolloutKey, digest: str | None, hit: Hit | None, off_policy: bool = False) -> None:
         """The training learns from this rollout. ``hit`` says where it was loaded from, None if it was generated."""
-        if not self._is_on:
+        if not self.is_on:
             return
         self.begin_step(key.step)
         assert self._step is not None
@@ -99,7 +100,7 @@ class TrainingLedger:
             return
         step.updates[role] += 1
         number = step.updates[role]
-        sinks: list[Sink] = [_Figures(step, role, number)] if self._is_on else []
+        sinks: list[Sink] = [_Figures(step, role, number)] if self.is_on else []
         for consumer in self.consumers:
             sink = consumer(step.step, role)
             sinks += [] if sink is None else [sink]
@@ -108,17 +109,18 @@ class TrainingLedger:
 
     def observe_metrics(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """verl logs these metrics. Returns more of them: the result of the comparison, up to the previous step."""
-        if not self._is_on:
+        if not self.is_on:
             return {}
         if self._step is not None and self._step.step == step and self._step.rollouts:
             numbers = {name: _number(value) for name, value in metrics.items() if not is_timing(name)}
+            self._step.is_logged = True
             self._step.metrics.update({name: value for name, value in numbers.items() if value is not None})
         return {} if self._live is None else self._live.metrics()
 
     def observe_weights(self, step: int, read: Callable[[], Mapping[str, str]]) -> None:
         """A checkpoint was saved. ``read`` returns a digest per role; it is called on another thread."""
         current = self._step
-        if self._is_on and current is not None and current.step == step:
+        if self.is_on and current is not None and current.step == step:
             self._worker.do("the weights have no digest", lambda: current.weights.update(read()))
 
     def wait(self) -> None:
@@ -142,7 +144,7 @@ class TrainingLedger:
 
     def _finish_step(self) -> None:
         step, self._step = self._step, None
-        if step is not None and step.metrics and self._is_on:
+        if step is not None and step.is_logged and self.is_on:
             self._worker.do("a step is missing in the ledger", lambda: self._write(step))
 
     def _write(self, step: _Step) -> None:

@@ -18,6 +18,7 @@ from verl_rollout_skip.config.skip_config import BLOCK, SkipConfig, remove_skip_
 from verl_rollout_skip.errors import ConfigError, MismatchError
 from verl_rollout_skip.replay.steps import TrainingSteps, check_steps, find_checkpoint, first_step
 from verl_rollout_skip.trainers.base import KeyCounter, SkipMixin
+from verl_rollout_skip.trainers.checkpoints import observe_checkpoint
 from verl_rollout_skip.trainers.v0 import compat
 from verl_rollout_skip.trainers.v0.driver_batch import DriverBatch
 from verl_rollout_skip.trainers.v0.reward import recompute_rewards
@@ -147,6 +148,10 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         loaded = super()._load_checkpoint()
         self._rollout_keys = KeyCounter(start=getattr(self, "global_steps", 0))
         return loaded
+
+    def _save_checkpoint(self) -> None:
+        super()._save_checkpoint()
+        observe_checkpoint(self, self.rollout_skip.ledger)
 
     def _watch_updates(self) -> None:
         """Raise before a step that had no rollout step updates the actor, whatever its loop looks like."""

@@ -26,6 +26,7 @@ from verl_rollout_skip.replay.prompts import UID, InputMismatch
 from verl_rollout_skip.replay.results import Miss, Rollout
 from verl_rollout_skip.replay.steps import TrainingSteps, check_steps, find_checkpoint, first_step
 from verl_rollout_skip.trainers.base import SkipMixin
+from verl_rollout_skip.trainers.checkpoints import observe_checkpoint
 from verl_rollout_skip.trainers.compat import import_engine
 from verl_rollout_skip.trainers.v1 import asynchronous, compat, reward
 from verl_rollout_skip.trainers.v1.alignment import Alignment
@@ -385,6 +386,7 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
             self._loader.clear_all()  # the checkpoint of an asynchronous training contains what is in TransferQueue
         with self._push_back.rewound(self.train_dataloader):
             super()._save_checkpoint()
+        observe_checkpoint(self, self.rollout_skip.ledger)
         if not self._is_sync and self._last_key is not None:
             self.rollout_skip.prefetch_after(self._last_key)
 
