@@ -15,7 +15,10 @@ READERS = [
     *sorted(PACKAGE.glob("cli/**/*.py")),
     *sorted(PACKAGE.glob("report/*.py")),
     *sorted(PACKAGE.glob("runs/*.py")),
-    *(PACKAGE / "tools" / f"{name}.py" for name in ("decoding", "diff", "export", "stats", "trajectories")),
+    *(
+        PACKAGE / "tools" / f"{name}.py"
+        for name in ("audit", "decoding", "diff", "export", "ledgers", "stats", "trajectories")
+    ),
     PACKAGE / "replay" / "explain.py",
 ]
 STORE = "verl_rollout_skip.store"
@@ -48,8 +51,9 @@ def test_code_that_reads_recordings_imports_nothing_below_the_reader() -> None:
 def test_the_reader_and_its_users_do_not_import_torch() -> None:
     modules = [
         "store.reader",
-        *(f"tools.{name}" for name in ("diff", "export", "stats", "trajectories")),
+        *(f"tools.{name}" for name in ("audit", "diff", "export", "stats", "trajectories")),
         "report",
+        "report.audit_page",
         "cli.selection",
     ]
     names = ", ".join(f"verl_rollout_skip.{module}" for module in modules)

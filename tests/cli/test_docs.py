@@ -1,8 +1,8 @@
-"""Runs every example in docs/cli.md and in ``--help``.
+"""Runs every example in docs/cli.md, docs/audit.md and in ``--help``.
 
-The ``console`` blocks of docs/cli.md, including the reference with the ``--help`` of each command, run in order
+The ``console`` blocks of these documents, including the reference with the ``--help`` of each command, run in order
 on a test recording and must print what the document shows. Names, digests, sizes, dates and times may differ.
-Set ``UPDATE_DOCS=1`` to update the document.
+Set ``UPDATE_DOCS=1`` to update the documents.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from omegaconf import OmegaConf
 from tests.arithmetic_run import SAMPLES, conversation, encode, make_training
 from tests.cli_program import ROOT, assert_fits, run
 from tests.trainings import Training
+from tests.written_ledgers import RECORDING, write, write_examples
 from verl_rollout_skip import RolloutKey
 from verl_rollout_skip.cli import main
 from verl_rollout_skip.cli.command import Command
 from verl_rollout_skip.cli.program import COMMANDS, EXIT_CODES, load_command
 
 DOCUMENT = ROOT / "docs" / "cli.md"
+DOCUMENTS = (DOCUMENT, ROOT / "docs" / "audit.md")
 BLOCK = re.compile(r"^```console\n(?P<session>.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMES = ("0123456789ab", "ba9876543210")
 ELSEWHERE = {"view": "is a server", "resume": "starts a training; has its own tests"}
@@ -58,6 +60,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     first = record(training, tokenizer, range(1, 4), 1.0, seed=0)
     time.sleep(1.1)  # variants are sorted by age in whole seconds
     second = record(training, tokenizer, range(1, 2), 0.7, seed=40)
+    write_examples(first, range(1, 4))
+    write(second, RECORDING, range(1, 2))
     shutil.copytree(ROOT / "tests" / "upstream_dumps" / "verl-0.8.0", folder / "verl_dumps")
     OmegaConf.save(training.config("off"), folder / "config.yaml")
     return folder, first.name, second.name
@@ -122,11 +126,12 @@ def comparable(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_the_examples_in_cli_md_print_what_it_shows(data: dict[str, str], capsys: Any) -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_examples_in_a_document_print_what_it_shows(document: Path, data: dict[str, str], capsys: Any) -> None:
+    text = document.read_text(encoding="utf-8")
     now = played(text, Session(data, capsys))
     if os.environ.get("UPDATE_DOCS"):
-        DOCUMENT.write_text(now, encoding="utf-8")
+        document.write_text(now, encoding="utf-8")
     else:
         assert comparable(now) == comparable(text)
 

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, models
 from tests.arithmetic_run import SAMPLES, conversation, encode, make_training
 from tests.cli_program import ROOT
 from tests.report.test_report import data_of
+from tests.written_ledgers import write_examples
 from verl_rollout_skip import RolloutKey
 from verl_rollout_skip.cli.program import COMMANDS
 
@@ -112,6 +113,7 @@ def variant(tmp_path_factory: pytest.TempPathFactory) -> Path:
             skip.step(RolloutKey(step), inputs, lambda _, output=output: output)
     shutil.rmtree(folder / "inputs")
     [made] = training.dumps.glob("*/*")
+    write_examples(made, range(1, 3))
     return made
 
 
@@ -140,6 +142,7 @@ def use_every_command(laptop: Laptop, recorded: Path, folder: Path) -> None:
         "stats": (0, "stats", variant),
         "report": (0, "report", variant, "-o", folder / "report.html"),
         "diff": (1, "diff", *steps),
+        "audit": (1, "audit", variant, "-o", folder / "audit.html"),
         "verify": (0, "verify", folder / "dumps"),
         "resume": (2, "resume", variant, "--dry-run"),
         "export": (0, "export", variant, "-o", folder / "texts"),

@@ -1,8 +1,8 @@
 """Checks every code block in the documentation with a rule. A block without a rule fails.
 
 ``rollout-skip`` commands run on a test recording. For training commands, hydra composes the real configuration and the
-settings are checked, but nothing is started. Other tests cover the Python blocks (``test_examples.py``), docs/cli.md
-(``tests/cli/test_docs.py``), and the quick start and scenarios with their trainings (``tests/e2e/test_scenarios.py``).
+settings are checked, but nothing is started. Other tests cover the Python blocks (``test_examples.py``), commands with
+their output (``tests/cli/test_docs.py``), and pages that run with their trainings (``tests/e2e/test_scenarios.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from tests.arithmetic_run import make_training
 from tests.arithmetic_run import record as record_arithmetic
 from tests.documents import DOCUMENTS, ROOT, Block, blocks_of, messages
 from tests.entry_files import part_file
+from tests.written_ledgers import RECORDING, REPLAY
+from tests.written_ledgers import write as write_ledger
 from verl_rollout_skip.cli import main as rollout_skip
 from verl_rollout_skip.config.run_names import run_name
 from verl_rollout_skip.config.skip_config import SkipConfig
@@ -40,7 +42,8 @@ BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
 TRAINING = re.compile(r"python -m (?P<module>[\w.]+)(?P<arguments>.*)")
 COMMAND = re.compile(r"rollout-skip (?P<arguments>[^)>|]+)")
 STEPS = range(1, 4)
-RUN_END_TO_END = ("docs/quickstart.md", "docs/scenarios.md")
+RUN_END_TO_END = ("docs/quickstart.md", "docs/regression-tests.md", "docs/scenarios.md")
+WITH_OUTPUT = ("docs/audit.md", "docs/cli.md")
 
 
 class Workspace:
@@ -50,6 +53,8 @@ class Workspace:
         training, tokenizer = make_training(folder)
         self.folder = folder
         self.variant = record_arithmetic(training, tokenizer, STEPS, prompts=2)
+        write_ledger(self.variant, RECORDING, STEPS)
+        write_ledger(self.variant, REPLAY, STEPS, RECORDING)
         inputs = folder / "inputs"
         (folder / "empty").mkdir()
         self.words = {
@@ -62,6 +67,8 @@ class Workspace:
             "/new/model": inputs / "model",
             "/new/train.parquet": inputs / "train.parquet",
             "report.html": folder / "report.html",
+            "audit.html": folder / "audit.html",
+            "/backup/dumps": folder / "backup",
         }
 
     def fill_in(self, text: str) -> str:
@@ -130,7 +137,7 @@ def is_tested_elsewhere(block: Block) -> bool:
         block.language in ("python", "{toctree}", "none")  # none: a drawing
         or (block.language == "bash" and block.document in RUN_END_TO_END)
         or (block.language == "text" and block.before == "python")
-        or (block.document == "docs/cli.md" and block.language == "console")
+        or (block.document in WITH_OUTPUT and block.language == "console")
         or (block.document == "docs/format.md" and block.language == "json")
     )
 

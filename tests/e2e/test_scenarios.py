@@ -1,4 +1,4 @@
-"""docs/scenarios.md and docs/quickstart.md, run as written."""
+"""docs/scenarios.md, docs/quickstart.md and docs/regression-tests.md, run as written."""
 
 from __future__ import annotations
 
@@ -69,3 +69,14 @@ def test_the_quick_start_records_and_then_loads(tmp_path: Path) -> None:
     assert "0 loaded" in first
     assert "5 loaded" in second
     assert "addition_cpu_TrainGBS8__InferGBS8__N4" in second
+
+
+def test_the_regression_test_passes_without_a_change_and_names_the_changed_loss(tmp_path: Path) -> None:
+    golden, unchanged, changed = run_document("docs/regression-tests.md", tmp_path, os.environ)
+    assert "3 dumped" in golden
+    assert "identical in all 3 steps" in unchanged
+    assert (tmp_path / "audit.html").stat().st_size > 10_000
+    assert "different from step 1 on" in changed
+    assert "first difference: step 1, update: " in changed
+    assert "the job fails with exit code 1" in changed
+    assert "layout" not in changed.partition("different from step 1 on")[2]

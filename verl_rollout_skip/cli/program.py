@@ -19,7 +19,7 @@ NAME = "rollout-skip"
 COMPLETE = "_ROLLOUT_SKIP_COMPLETE"
 EXIT_CODES = {
     0: "success",
-    1: "the command ran and found damage, or, with diff, a difference",
+    1: "the command ran and found damage, or, with diff and audit, a difference",
     2: "the command failed; one line on standard error says why and what to do",
     130: "interrupted with Ctrl-C",
 }
@@ -32,6 +32,7 @@ COMMANDS = {
     "view": "show the report in the browser while a training records",
     "mismatch": "compare the log-probs of trainer and rollout engine, token by token",
     "diff": "compare two runs, variants or steps: settings, prompts, responses",
+    "audit": "compare what two trainings computed: metrics, tensors, weights",
     "verify": "check every digest, record and manifest",
     "resume": "continue a training from its manifest",
     "export": "write rollouts as text: JSONL for verl's viewer, Parquet, a dataset",

@@ -1,54 +1,23 @@
 // Small line charts over the rollout steps, drawn as SVG. All charts highlight the same step.
 
-const CHARTS = [
-  { key: "score", title: "Score", lines: [["score", "mean"]], band: scoreBand, note: "band: ± standard deviation" },
-  { key: "pass", title: "Pass rate", lines: [["pass_rate", "pass rate"]], formatValue: percent, range: [0, 1], note: passNote },
-  {
-    key: "length",
-    title: "Response length in tokens",
-    lines: [["length_p50", "median"], ["length_max", "longest", "thin"], ["limit", "limit", "dashed"]],
-    band: (found) => [found.length_p10, found.length_p90],
-    note: "band: 10th to 90th percentile",
-    from0: true,
-    formatValue: (value) => format(value, 0),
-  },
-  {
-    key: "zero",
-    title: "Groups without variance",
-    lines: [["zero_variance", "all scores equal"]],
-    formatValue: percent,
-    range: [0, 1],
-    note: "among groups with at least two responses",
-  },
-  { key: "time", title: "Generation time", lines: [["generate_s", "seconds"]], formatValue: seconds, from0: true },
-  { key: "bytes", title: "Size on disk", lines: [["bytes", "bytes"]], formatValue: bytes, from0: true },
-];
 const HEIGHT = 150;
 const EDGE = { left: 52, right: 10, top: 8, bottom: 22 };
 
 let hovered = null;
 let drawn = [];
 
-function scoreBand(found) {
-  if (!isNumber(found.score) || !isNumber(found.score_std)) return [null, null];
-  return [Math.max(found.score_min, found.score - found.score_std), Math.min(found.score_max, found.score + found.score_std)];
-}
-
-function passNote(shown) {
-  const sources = [...new Set(shown.map((entry) => entry.statistics.pass_source))].filter((source) => source !== "none");
-  return sources.length ? `pass: ${sources.join(" or ")}` : "neither acc nor scores were recorded";
+function setCharts(charts) {
+  drawn = charts.map((chart) => makeChart(chart));
+  byId("charts").replaceChildren(...drawn.map(({ card }) => card));
 }
 
 function drawCharts() {
   const all = inOrder();
   hovered = hovered === null ? null : Math.min(hovered, all.length - 1);
-  if (!drawn.length) {
-    drawn = CHARTS.map((chart) => makeChart(chart));
-    byId("charts").replaceChildren(...drawn.map(({ card }) => card));
-    new ResizeObserver(debounce(drawCharts, 100)).observe(byId("charts"));
-  }
   for (const chart of drawn) redraw(chart, all);
 }
+
+const redrawOnResize = () => new ResizeObserver(debounce(drawCharts, 100)).observe(byId("charts"));
 
 function makeChart(chart) {
   const value = el("span", { class: "value" });
@@ -59,24 +28,24 @@ function makeChart(chart) {
   const made = { ...chart, card, plot, value, noteLine: note, scale: null };
   plot.addEventListener("pointermove", (event) => hover(nearestIndex(made, event)));
   plot.addEventListener("pointerleave", () => hover(null));
-  plot.addEventListener("click", (event) => selectStep(nearestIndex(made, event)));
+  plot.addEventListener("click", (event) => selectStep(made, nearestIndex(made, event)));
   plot.addEventListener("focus", () => value.setAttribute("aria-live", "polite"));
   plot.addEventListener("blur", () => {
-    value.removeAttribute("aria-live"); // otherwise a screen reader would read out all six charts at once
+    value.removeAttribute("aria-live"); // otherwise a screen reader would read out all charts at once
     hover(null);
   });
-  plot.addEventListener("keydown", (event) => moveHover(event));
+  plot.addEventListener("keydown", (event) => moveHover(made, event));
   return made;
 }
 
-function moveHover(event) {
-  const last = entries.size - 1;
+function moveHover(chart, event) {
+  const last = inOrder().length - 1;
   const targets = { ArrowLeft: (hovered ?? last + 1) - 1, ArrowRight: (hovered ?? -1) + 1, Home: 0, End: last };
   if (event.key in targets) {
     hover(Math.max(0, Math.min(last, targets[event.key])));
     event.preventDefault();
   } else if (event.key === "Enter" && hovered !== null) {
-    selectStep(hovered);
+    selectStep(chart, hovered);
   }
 }
 
@@ -86,9 +55,9 @@ function nearestIndex(chart, event) {
   return chart.scale.indexAt(event.clientX - box.left);
 }
 
-function selectStep(index) {
+function selectStep(chart, index) {
   const entry = inOrder()[index];
-  if (entry) showStep(entry);
+  if (entry) chart.select?.(entry);
 }
 
 function hover(index) {
@@ -131,10 +100,12 @@ function drawLines(chart, all, width, values) {
   const indexAt = (at) => (gap ? Math.max(0, Math.min(all.length - 1, Math.round((at - EDGE.left) / gap))) : 0);
   chart.scale = { x, y, indexAt };
   const formatValue = chart.formatValue ?? format;
-  for (let tick = low; tick <= high + step / 1000; tick += chart.range ? (high - low) / 2 : step) {
+  const ticks = chart.range ? 2 : Math.round((high - low) / step);
+  for (let number = 0; number <= ticks; number += 1) {
+    const tick = low + (number * (high - low)) / ticks;
     chart.plot.append(
       svg("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: y(tick), y2: y(tick) }),
-      svg("text", { class: "tick", x: EDGE.left - 6, y: y(tick) + 4, "text-anchor": "end", text: formatValue(round(tick)) }),
+      svg("text", { class: "tick", x: EDGE.left - 6, y: y(tick) + 4, "text-anchor": "end", text: (chart.formatTick ?? formatValue)(round(tick)) }),
     );
   }
   drawSteps(chart, all, width);
@@ -149,7 +120,7 @@ function drawSteps(chart, all, width) {
   const every = Math.max(1, Math.ceil(niceStep(all.length / room)));
   let lastLabelX = -Infinity;
   all.forEach((entry, index) => {
-    if (entry.broken) {
+    if (entry.broken || entry.step === chart.markedStep) {
       const at = chart.scale.x(index);
       chart.plot.append(svg("line", { class: "broken", x1: at, x2: at, y1: EDGE.top, y2: HEIGHT - EDGE.bottom }));
     }
@@ -176,7 +147,7 @@ function drawLine(chart, all, key, kind) {
     path += `${open ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}`;
     const next = all[index + 1];
     const alone = !open && !(next && !next.broken && isNumber(next.statistics[key]));
-    if (alone && !kind) chart.plot.append(svg("circle", { class: "dot", cx: x(index), cy: y(value), r: 3 }));
+    if (alone && ["", "other"].includes(kind)) chart.plot.append(svg("circle", { class: `dot ${kind}`, cx: x(index), cy: y(value), r: 3 }));
     open = true;
   });
   chart.plot.append(svg("path", { class: `line ${kind}`, d: path }));

@@ -96,3 +96,15 @@ function debounce(action, wait) {
     timer = setTimeout(action, wait);
   };
 }
+
+function drawNotice(id, lines) {
+  const notice = byId(id);
+  notice.hidden = lines.length === 0;
+  const list = notice.querySelector("ul");
+  const now = lines.join("\n");
+  if (list.dataset.lines === now) return;
+  list.dataset.lines = now;
+  const shown = lines.slice(0, 20).map((line) => el("li", {}, visible(line)));
+  if (lines.length > 20) shown.push(el("li", { text: `and ${lines.length - 20} more: see the table` }));
+  list.replaceChildren(...shown);
+}

@@ -1,7 +1,5 @@
 // Draws the page and handles user input.
 
-const THEMES = ["auto", "light", "dark"];
-
 function drawHead() {
   byId("run").replaceChildren(visible(head.run));
   document.title = `${plainVisible(head.run)} · rollouts`;
@@ -20,47 +18,12 @@ function drawNotes(problems, left) {
   drawNotice("left-out", left);
 }
 
-function drawNotice(id, lines) {
-  const notice = byId(id);
-  notice.hidden = lines.length === 0;
-  const list = notice.querySelector("ul");
-  const now = lines.join("\n");
-  if (list.dataset.lines === now) return;
-  list.dataset.lines = now;
-  const shown = lines.slice(0, 20).map((line) => el("li", {}, visible(line)));
-  if (lines.length > 20) shown.push(el("li", { text: `and ${lines.length - 20} more: see the table` }));
-  list.replaceChildren(...shown);
-}
-
 function drawAll() {
   drawCharts();
   drawTable();
   drawSources();
   drawGroups();
 }
-
-function readTheme() {
-  try {
-    return localStorage.getItem("rollout-skip-theme") ?? "auto";
-  } catch {
-    return "auto"; // a page opened from a file may have no access to local storage
-  }
-}
-
-function setTheme(theme) {
-  const known = THEMES.includes(theme) ? theme : "auto";
-  document.documentElement.dataset.theme = known;
-  byId("theme").textContent = `Theme: ${known}`;
-  byId("theme").setAttribute("aria-label", `Theme: ${known}. Press to change.`);
-  try {
-    localStorage.setItem("rollout-skip-theme", known);
-  } catch {
-    return;
-  }
-}
-
-const nextTheme = () =>
-  setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]);
 
 function goToCard(by) {
   const all = [...byId("list").children];
@@ -118,6 +81,8 @@ data.entries.forEach(addEntry);
 loadFilters();
 applyDisplayOptions();
 listen();
+setCharts(trends());
+redrawOnResize();
 drawAll();
 drawNotes(head.problems, head.left_out);
 if (head.live) poll();
