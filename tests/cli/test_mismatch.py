@@ -7,51 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.arithmetic_run import make_training, record
 from tests.cli_program import assert_fits, assert_one_line_error, run, run_json, run_without_torch
+from tests.training_columns import TRAINING, WORST, add_columns, trained
 from verl_rollout_skip import RolloutKey, RolloutStore
-from verl_rollout_skip.config.modes import Mode
 from verl_rollout_skip.config.modes import TrainingColumns as Level
-from verl_rollout_skip.config.skip_config import SkipConfig
-from verl_rollout_skip.replay.columns import TrainingColumns
-from verl_rollout_skip.replay.ledger.updates import UpdateSlice
 
-TRAINING = "20261119T214500.123Z-1a2b3c4d"
 STEPS = range(1, 4)
-WORST = (2, 5, 3)
-
-
-def trained(variant: Path, key: RolloutKey) -> dict[str, torch.Tensor]:
-    """The update of a recorded step: its log-probs are a little different, and one token's is far off."""
-    tensors = dict(RolloutStore(variant).get(key).batch.items())
-    generator = torch.Generator().manual_seed(key.step)
-    noise = torch.randn(tensors["rollout_log_probs"].shape, generator=generator) * 0.01
-    tensors["old_log_probs"] = (tensors["rollout_log_probs"] + noise) * tensors["response_mask"]
-    step, row, position = WORST
-    if key.step == step:
-        tensors["old_log_probs"][row, position] = -9.0
-    return tensors
-
-
-def add_columns(
-    variant: Path, training: str = TRAINING, level: Level = Level.LOG_PROBS, leave_out: tuple[str, ...] = ()
-) -> None:
-    columns = TrainingColumns(str(variant), training, SkipConfig(mode=Mode.CACHE, training_columns=level))
-    for key in RolloutStore(variant):
-        tensors = trained(variant, key)
-        order = torch.randperm(len(tensors["responses"]), generator=torch.Generator().manual_seed(7)).tolist()
-        names = [f"row {row}" for row in range(len(order))]
-        columns.add_rollout(key, lambda names=names: names)
-        update = {name: tensor[order] for name, tensor in tensors.items()}
-        kept = {name: tensor for name, tensor in update.items() if name not in leave_out}
-        pending = columns.begin_update(key.step, "actor")
-        assert pending is not None
-        pending.add(UpdateSlice(0, kept, [f"row {row}" for row in order]))
-        pending.finish()
-    columns.close()
-    assert columns.failures == 0
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,9 @@ from verl_rollout_skip.config.modes import TrainingColumns as Level
 from verl_rollout_skip.config.skip_config import SkipConfig, Steps
 from verl_rollout_skip.errors import DiskLimitError, DumpError
 from verl_rollout_skip.replay.columns import TrainingColumns, rows_of
+from verl_rollout_skip.replay.disk_usage import variant_usage
 from verl_rollout_skip.replay.ledger.updates import UpdateSlice
-from verl_rollout_skip.runs.columns import columns_of, trainings_with_columns, variant_usage
+from verl_rollout_skip.runs.columns import columns_of, trainings_with_columns
 from verl_rollout_skip.store import commit
 from verl_rollout_skip.tools.columns import read_update
 

@@ -22,6 +22,7 @@ from verl_rollout_skip.config.modes import TrainingColumns as Level
 from verl_rollout_skip.config.skip_config import SkipConfig
 from verl_rollout_skip.errors import DumpError, RolloutSkipError, UnsupportedBatchError
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.replay.disk_usage import variant_usage
 from verl_rollout_skip.replay.ledger.training import TrainingLedger
 from verl_rollout_skip.replay.ledger.updates import UpdateSlice
 from verl_rollout_skip.replay.recorder import Recorder
@@ -33,7 +34,6 @@ from verl_rollout_skip.runs.columns import (
     ROW,
     TRAINING,
     columns_folder,
-    variant_usage,
 )
 from verl_rollout_skip.runs.variants import Run
 from verl_rollout_skip.store.disk_usage import DiskUsage

@@ -13,9 +13,9 @@ from verl_rollout_skip.config.modes import Mode
 from verl_rollout_skip.errors import DumpError, EntryExistsError, MismatchError, RolloutSkipError
 from verl_rollout_skip.fingerprint.layout import gpu_layout
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.replay.disk_usage import variant_usage
 from verl_rollout_skip.replay.lineage import ROLLOUT_DIGEST, proof_of
 from verl_rollout_skip.replay.prompts import shallow_copy
-from verl_rollout_skip.runs.columns import variant_usage
 from verl_rollout_skip.runs.manifest import Manifest, write_manifest
 from verl_rollout_skip.runs.paths import MANIFEST, TRAININGS
 from verl_rollout_skip.runs.tokenizer import copy_tokenizer

@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verl_rollout_skip.errors import RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.runs.columns import ROLE, columns_of, trainings_with_columns
-from verl_rollout_skip.store.codec.dtypes import as_integers
+from verl_rollout_skip.replay.ledger.stages import Stage, stage_of_tensor
+from verl_rollout_skip.runs.columns import ROLE, columns_of
+from verl_rollout_skip.runs.manifest import read_manifest
 from verl_rollout_skip.store.reader import StoreReader
+from verl_rollout_skip.tools.audit import Audit
 from verl_rollout_skip.tools.columns import NOWHERE, Place, RecordedRows, Update, read_update
-from verl_rollout_skip.tools.decoding import TextDecoder
+from verl_rollout_skip.tools.decoding import TextDecoder, find_decoder
 
 _BEFORE, _AFTER = 24, 8
+_STAGES = list(Stage)
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,27 @@ class DifferingToken:
         return f"{line}, at {'⟦'.join([next(parts), next(parts)])}⟧{next(parts)}"
 
 
-def can_compare(variant_a: str, training_a: str, variant_b: str, training_b: str) -> bool:
-    """Whether both trainings have columns."""
-    return training_a in trainings_with_columns(variant_a) and training_b in trainings_with_columns(variant_b)
+def describe_rows(found: Audit) -> list[str]:
+    """The rows and tokens that differ in the first differing step of an audit, one line per tensor.
+
+    Empty if nothing differs, or if one of the trainings has no columns of that step.
+    """
+    if found.first is None:
+        return []
+    step = found.first.step
+    sides = [(side.storage.where().rstrip("/"), side.trainings[step]) for side in (found.a, found.b)]
+    try:
+        tokens = differing_tokens(*sides[0], *sides[1], step)
+        decoder, _ = find_decoder(sides[0][0], read_manifest(found.a.storage)) if tokens else (None, "")
+    except (RolloutSkipError, OSError) as error:
+        return [f"the training columns of step {step} cannot be compared: {error}"]
+    return [token.describe(decoder) for token in tokens]
 
 
 def differing_tokens(
     variant_a: str, training_a: str, variant_b: str, training_b: str, step: int, role: str = "actor"
 ) -> list[DifferingToken]:
-    """The first differing token of each tensor in the columns of a step, in their order. Bits are compared.
+    """The first differing token of each tensor in the columns of a step, in data-flow order. Bits are compared.
 
     Rows are paired by their trajectories, so the order of the rows does not matter. Empty if nothing differs, or if one
     of the trainings has no columns of the step.
@@ -76,7 +92,7 @@ def differing_tokens(
             different = _first_difference(a, b, name, role, rollouts)
             if different is not None:
                 found.append(different)
-    return found
+    return sorted(found, key=lambda token: _STAGES.index(stage_of_tensor(token.tensor)))
 
 
 def _updates(entries: StoreReader, step: int, role: str) -> list[RolloutKey]:
@@ -121,7 +137,8 @@ def _first_position(left: np.ndarray, right: np.ndarray) -> int | None:
     if left.dtype != right.dtype:
         return 0
     length = min(len(left), len(right))
-    bits = as_integers(left), as_integers(right)
+    kind = np.dtype(f"u{left.dtype.itemsize}")  # NaN equals itself, and -0.0 differs from 0.0
+    bits = left.view(kind), right.view(kind)
     different = np.flatnonzero(bits[0][:length] != bits[1][:length])
     if len(different):
         return int(different[0])

@@ -9,8 +9,9 @@ from verl import DataProto
 
 from tests.trainers.v0.stand_ins import VERL
 from tests.trainers.v0.test_dapo import FILTER, SkipDapo
-from tests.trainers.v0.training import Trainings
+from tests.trainers.v0.training import SkipTrainer, Trainings
 from verl_rollout_skip import RolloutKey, RolloutStore
+from verl_rollout_skip.cli import main
 from verl_rollout_skip.runs.columns import trainings_with_columns
 from verl_rollout_skip.tools.differing_rows import differing_tokens
 from verl_rollout_skip.tools.mismatch import measure_mismatch
@@ -18,6 +19,15 @@ from verl_rollout_skip.tools.mismatch import measure_mismatch
 COLUMNS = "rollout_skip.training_columns=log_probs"
 LOG_PROBS = {"old_log_probs", "rollout_log_probs", "response_mask"}
 ROWS = {"rollout_gen_batch", "rollout_row"}
+
+
+class OneChangedLogProb(SkipTrainer):
+    """A training in which the last bits of one log-prob differ in step 2."""
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        if self.global_steps == 2:
+            batch.batch["old_log_probs"][3, 0] += 1e-6
+        return super()._update_actor(batch)
 
 
 def variant(dumps: Path) -> str:
@@ -57,6 +67,17 @@ def test_recording_and_replay_dump_the_log_probs_of_each_update(trainings: Train
     one, other = trainings_with_columns(folder)
     for step in (1, 2, 3):
         assert differing_tokens(folder, one, folder, other, step) == []
+
+
+def test_audit_names_the_row_and_token_that_differ_first(trainings: Trainings, capsys: pytest.CaptureFixture) -> None:
+    trainings.run("record", COLUMNS)
+    trainings.run("replay", COLUMNS, trainer=OneChangedLogProb)
+    capsys.readouterr()
+    assert main(["audit", variant(trainings.dumps)]) == 1
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "old_log_probs: 1 row differs" in line]
+    assert line.startswith("  step 2, old_log_probs: 1 row differs, first row ")
+    assert ", token 0: " in line
+    assert "⟦" in line
 
 
 def test_replay_adds_columns_to_a_recording_that_has_none(trainings: Trainings) -> None:

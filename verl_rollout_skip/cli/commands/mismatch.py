@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     cls=Command,
     examples="rollout-skip mismatch /data/dumps/RUN/VARIANT\n"
     "rollout-skip mismatch /data/dumps/RUN/VARIANT --steps 1-10 --worst 20\n"
-    "rollout-skip mismatch /data/dumps/RUN/VARIANT --truncate token:3 --reject seq_mean_k3:0.005",
+    "rollout-skip mismatch /data/dumps/RUN/VARIANT --reject seq_mean_k3:0.005",
 )
 @path_argument()
 @steps_option()
