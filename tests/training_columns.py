@@ -1,4 +1,4 @@
-"""Training columns beside a recording, as a training would write them: the log-probs of its trainer are a little off."""
+"""Training columns beside a recording, as a training would write them. The trainer's log-probs are a little off."""
 
 from __future__ import annotations
 
