@@ -1,8 +1,9 @@
 """Measures what recording and loading V1 samples of up to several gigabytes cost the driver and the training thread.
 
 Each configuration runs in its own process (``scale_training.py``) on a real TransferQueue. Results go to
-benchmarks/results/scale.json, the picture and the tables to docs/scale.md. Run it with ``make bench-scale``; it needs
-about 20 GB of memory, and an idle machine for an hour.
+benchmarks/results/scale.json, the picture and the tables to docs/scale.md, the figures of batch M to README.md. Run it
+with ``make bench-scale``; it needs about 20 GB of memory and an idle machine. ``--minutes`` limits its time: the next
+run continues with the configurations that are left.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import argparse
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -25,44 +28,112 @@ from verl_rollout_skip.store.sizes import format_size
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
 PAGE = ROOT / "docs" / "scale.md"
+README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "images" / "scale.svg"
 IMAGE = "![Seconds on the training thread and memory of the driver, by size of the sample](images/scale.svg)"
 BEGIN, END = "<!-- begin: written by make bench-scale -->\n", "<!-- end -->\n"
 BYTES_PER_TOKEN = 52
 M = Scale(rows=2048, length=2000)
-# Gigabytes per sample. The driver path is left out where it would not fit into the memory of the machine.
-SIZES = (0.1, 0.5, 1, 2, 4, 6)
-DRIVER_SIZES = (0.1, 0.5, 1, 2, 4)
-UNITS = (1, 8, 32)
-AT_ONCE = (1, 2, 4)
+LARGE_GB, LARGE_NODES = 44, 16
 console = Console(highlight=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the smallest sample, and nothing is written")
+    parser.add_argument("--minutes", type=float, default=60, help="start no further measurement after this time (60)")
+    parser.add_argument("--write", action="store_true", help="measure nothing, only write the page from the results")
     options = parser.parse_args()
     if options.quick:
         for tasks in ("on", "off"):
             show(run(sized(0.1, tasks)))
         return
-    result: dict[str, Any] = {"machine": report.machine(ROOT)}
-    result["sizes"] = [run(sized(size, "on")) for size in SIZES]
-    result["driver"] = [run(sized(size, "off")) for size in DRIVER_SIZES]
-    result["units"] = [run(Scale(M.rows, M.length, units, tasks)) for units in UNITS for tasks in ("on", "off")]
-    result["at_once"] = [run(sized(1, "on", at_once=count)) for count in AT_ONCE]
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    result = earlier_results(complete=options.write)
+    left = 0 if options.write else measure(result, options.minutes)
     write(result)
-    console.print(f"written to {RESULTS}, {PAGE} and {PICTURE}")
+    console.print(f"written to {RESULTS}, {PAGE}, {README} and {PICTURE}")
+    if left:
+        console.print(f"{left} configurations are left: run make bench-scale again to continue")
+
+
+def planned() -> dict[str, list[Scale]]:
+    """The configurations of each table, in gigabytes per sample or units, the most important ones first.
+
+    The driver path is left out where it would not fit into the memory of the machine.
+    """
+    return {
+        "units": [with_units(units, tasks) for units in (8, 32, 1) for tasks in ("on", "off")],
+        "sizes": [sized(size, "on") for size in (0.1, 4, 1, 2, 6, 0.5)],
+        "driver": [sized(size, "off") for size in (0.1, 4, 1, 2, 0.5)],
+        "at_once": [sized(1, "on", at_once=count) for count in (2, 1, 4)],
+    }
+
+
+def earlier_results(complete: bool) -> dict[str, Any]:
+    """The results of an earlier run that can be continued or, if ``complete``, only written; otherwise none."""
+    if RESULTS.exists():
+        result: dict[str, Any] = json.loads(RESULTS.read_text())
+        if complete or len(result["runs"]) < len(configurations()):
+            return result
+    return {"machine": report.machine(ROOT), "runs": []}
+
+
+def configurations() -> list[Scale]:
+    return list(dict.fromkeys(scale for group in planned().values() for scale in group))
+
+
+def measure(result: dict[str, Any], minutes: float) -> int:
+    """Measure the configurations that have no result yet; return how many are left when the time is over."""
+    started = time.monotonic()
+    waiting = [scale for scale in configurations() if find(result, scale) is None]
+    total = len(configurations())
+    while waiting and time.monotonic() - started < minutes * 60:
+        console.print(f"measurement {total - len(waiting) + 1} of {total}")
+        result["runs"].append(run(waiting.pop(0)))
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    return len(waiting)
+
+
+def find(result: dict[str, Any], scale: Scale) -> dict[str, Any] | None:
+    wanted = asdict(scale)
+    return next((found for found in result["runs"] if wanted.items() <= found.items()), None)
+
+
+def found_of(result: dict[str, Any], group: str, by: str) -> list[dict[str, Any]]:
+    """The results of one table in the order of one of their values."""
+    found = [one for scale in planned()[group] if (one := find(result, scale)) is not None]
+    return sorted(found, key=lambda one: (one[by], one["tasks"] == "off"))
 
 
 def write(result: dict[str, Any]) -> None:
     """Write the picture, and the tables into the page."""
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     PICTURE.write_text(draw(result))
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{markdown(result)}\n{END}{rest.partition(END)[2]}")
+    fill(PAGE, f"\n{markdown(result)}\n\n")
+    fill(README, f"{sentence(result)}\n")
+
+
+def fill(file: Path, text: str) -> None:
+    """Replace what stands between the two markers of a file."""
+    before, _, rest = file.read_text().partition(BEGIN)
+    file.write_text(f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}")
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """The figures of batch M for the README."""
+    found = find(result, M)
+    if found is None:
+        return ""
+    dump, hit = typical(found, "record"), typical(found, "replay")
+    return (
+        f"With V1 and a batch of {M.rows} trajectories of {M.length} tokens ({format_size(found['sample_bytes'])}), a "
+        f"recorded step\nholds up the training for {dump['blocked']:.2f} s and a hit for {hit['blocked']:.2f} s "
+        "([V1 samples at scale](docs/scale.md))."
+    )
+
+
+def with_units(units: int, tasks: str) -> Scale:
+    return Scale(M.rows, M.length, units, tasks)
 
 
 def sized(gigabytes: float, tasks: str, **settings: Any) -> Scale:
@@ -104,22 +175,45 @@ def markdown(result: dict[str, Any]) -> str:
         f"{machine['cpu']}, {format_size(machine['memory_bytes'])} of memory, {machine['file_system']}. Storage units, "
         "tasks and the driver share these cores."
     )
-    by_size = {round(found["sample_bytes"] / 1e9, 1): found for found in result["driver"]}
-    rows = []
-    for found in result["sizes"]:
-        size = round(found["sample_bytes"] / 1e9, 1)
-        rows.append(["tasks", found])
-        if size in by_size:
-            rows.append(["driver", by_size[size]])
+    rows = sorted(
+        [*found_of(result, "sizes", "sample_bytes"), *found_of(result, "driver", "sample_bytes")],
+        key=lambda found: (found["length"] * found["rows"], found["tasks"] == "off"),
+    )
     tables = [
         "**Samples of different sizes**, 8 storage units",
-        _table(["moved by"], rows),
-        "**Numbers of storage units**, 2048 trajectories",
-        _table(["units", "moved by"], [[str(f["units"]), _mover(f), f] for f in result["units"]]),
+        _table(["moved by"], [[_mover(found), found] for found in rows]),
+        f"**Numbers of storage units**, {M.rows} trajectories of {M.length} tokens",
+        _table(["units", "moved by"], [[str(f["units"]), _mover(f), f] for f in found_of(result, "units", "units")]),
         "**Numbers of tasks at once**, 8 storage units",
-        _table(["tasks at once"], [[str(f["at_once"]), f] for f in result["at_once"]]),
+        _table(["tasks at once"], [[str(f["at_once"]), f] for f in found_of(result, "at_once", "at_once")]),
+        *projection(result),
     ]
     return "\n\n".join([IMAGE, where, *tables])
+
+
+def projection(result: dict[str, Any]) -> Iterable[str]:
+    """What a gigabyte costs one node, and what that means for a large batch on many nodes."""
+    found = found_of(result, "sizes", "sample_bytes")
+    if len(found) < 2:
+        return
+    small, large = found[0], found[-1]
+    gigabytes = (large["sample_bytes"] - small["sample_bytes"]) / 1e9
+    slope = {
+        mode: (typical(large, mode)["total"] - typical(small, mode)["total"]) / gigabytes
+        for mode in ("record", "replay")
+    }
+    share = LARGE_GB / LARGE_NODES
+    yield f"**A batch of {LARGE_GB} GB on {LARGE_NODES} nodes**"
+    record, hit, cores = slope["record"], slope["replay"], result["machine"]["cores"]
+    yield (
+        f"Between the smallest and the largest sample, each further gigabyte takes {record:.1f} s in the background of "
+        f"a recorded step and {hit:.1f} s of a hit, on the {cores} cores of this machine. With {LARGE_GB} GB spread "
+        f"evenly over {LARGE_NODES} nodes, each node moves {share:.2f} GB. If a node is as fast as this machine, that "
+        f"takes about {record * share:.0f} s in the background of a recorded step and {hit * share:.0f} s of a hit. "
+        "This is an estimate, not a measurement. It assumes that the rows lie evenly on the nodes, that the shared "
+        "folder keeps up with all nodes at once, and that the network between the nodes is not the limit. Nodes with "
+        "more cores are faster."
+    )
 
 
 def _mover(found: dict[str, Any]) -> str:
@@ -158,8 +252,11 @@ def draw(result: dict[str, Any]) -> str:
     ]
     for number, (title, mode, name, unit) in enumerate(panels):
         curves = {
-            label: [(found["sample_bytes"] / 1e9, typical(found, mode)[name] / unit) for found in result[key]]
-            for label, key in (("tasks", "sizes"), ("driver", "driver"))
+            label: [
+                (found["sample_bytes"] / 1e9, typical(found, mode)[name] / unit)
+                for found in found_of(result, group, "sample_bytes")
+            ]
+            for label, group in (("tasks", "sizes"), ("driver", "driver"))
         }
         lines += _panel(title, curves, (number % 2) * WIDTH, (number // 2) * HEIGHT)
     for number, (label, color) in enumerate(COLORS.items()):

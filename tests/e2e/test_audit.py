@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli_program import run, run_json
 from tests.e2e.main_perturbed import LOG_PROB, LOSS, REWARD, VARIABLE
 from tests.e2e.training import PPO, Finished, Trainings, assert_proved, skip, variant_in
 from verl_rollout_skip.replay.ledger.compare import Tolerance, compare_steps, layout_changes
@@ -85,6 +86,8 @@ def test_the_same_training_is_identical_in_every_value_of_every_step(replayed: F
         assert compare_steps(recorded, again) == []
         assert {"values", "returns", "ref_log_prob"} <= recorded.tensors.keys()
         assert recorded.critic_tensors.keys() == recorded.tensors.keys()
+    assert one.steps[-1].weights.keys() == {"actor", "critic"}
+    assert one.steps[-1].weights == other.steps[-1].weights
 
 
 def test_a_policy_loss_that_is_a_millionth_larger_is_found_in_the_update_of_its_step(scaled_loss: Finished) -> None:
@@ -120,6 +123,36 @@ def test_two_workers_differ_in_last_bits_and_the_layout_is_named_as_the_reason(
     learned = {f"{name}/{figure}" for name in one.steps[0].tensors for figure in ("min", "max", "mean")}
     found = compare_steps(one.steps[0], other.steps[0], close)
     assert not [difference for difference in found if difference.name in learned]
+
+
+def test_the_audit_names_the_step_and_the_stage_of_each_difference(
+    replayed: Finished,
+    scaled_loss: Finished,
+    changed_reward: Finished,
+    changed_log_prob: Finished,
+    other_critic: Finished,
+    dumps: Path,
+) -> None:
+    found = run_json("audit", variant_in(dumps), code=1)["audits"]
+    firsts = [None if audit["first"] is None else (audit["first"]["step"], audit["first"]["stage"]) for audit in found]
+    expected = {None, (2, "update"), (2, "reward"), (2, "old log-probs"), (1, "values")}
+    assert expected <= set(firsts)
+    assert [audit["verdict"] for audit in found].count("identical") == 1
+    for audit, first in zip(found, firsts, strict=True):
+        if audit["settings"]:
+            assert (first, audit["settings"]) == ((1, "values"), ["critic.fsdp.seed: 42 → 7"])
+
+
+def test_the_audit_accepts_two_workers_within_a_tolerance_and_names_the_layout(
+    two_workers: Finished, dumps: Path
+) -> None:
+    (ledger,) = [ledger for ledger in ledgers(dumps) if ledger.header.gpu_layout["world_size"] == 2]
+    path = variant_in(dumps) / "ledgers" / ledger.header.training
+    assert run("audit", path).returncode == 1
+    done = run("audit", path, "--rtol", "1e-3", "--atol", "1e-3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"within tolerance in {STEPS} steps" in done.stdout
+    assert "world_size: 1 → 2" in done.stdout
 
 
 def test_the_ledger_of_a_killed_training_is_compared_from_the_first_step_on(

@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from recipes.cpu import runs
+from tests import cli_program
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 400
@@ -241,8 +242,15 @@ def assert_same_weights(one: Finished, other: Finished, step: int, role: str = "
 
 
 def assert_proved(finished: Finished, steps: int) -> None:
-    """Its own ledger proves that it was the recorded training."""
+    """Its own ledger proves that it was the recorded training, while it ran and afterward. Call this after its end,
+    before another training writes a ledger."""
     assert f"identical to the recording in all {steps} steps" in finished.summary
+    settings = (finished.folder / "hydra" / ".hydra" / "overrides.yaml").read_text()
+    (dumps,) = re.findall(r"dump_dir=(\S+)", settings)
+    newest = max((variant_in(Path(dumps)) / "ledgers").iterdir())
+    audited = cli_program.run("audit", newest)
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+    assert f"identical in all {steps} steps" in audited.stdout
 
 
 def variant_in(dumps: Path) -> Path:

@@ -7,12 +7,13 @@ data flow, so the first one that differs points at the cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
-from verl_rollout_skip.fingerprint.fingerprint import TRAINER, difference
+from verl_rollout_skip.fingerprint.fingerprint import difference
+from verl_rollout_skip.replay.ledger.comparable import COMPARED, comparable_stages, is_comparable, learning_changes
 from verl_rollout_skip.replay.ledger.compare import (
     EXACT,
     Difference,
@@ -23,14 +24,14 @@ from verl_rollout_skip.replay.ledger.compare import (
 )
 from verl_rollout_skip.replay.ledger.figures import TensorFigures
 from verl_rollout_skip.replay.ledger.line import LedgerHeader, LedgerStep
-from verl_rollout_skip.replay.ledger.stages import UP_TO_THE_UPDATE, Stage, stage_of_metric, stage_of_tensor
+from verl_rollout_skip.replay.ledger.stages import Stage, stage_of_metric, stage_of_tensor
 from verl_rollout_skip.tools.ledgers import Computed, Side, name_steps
 
 _CRITICS = "critic's "
 _MAX_TEXT = 1000
 _STAGES = list(Stage)
-# Each training generates its own responses for the validation, so they are not part of what is replayed.
-_EVERYTHING = frozenset(Stage) - {Stage.VALIDATION}
+# Figures that describe how a batch is split over devices, not what is computed from it.
+_OF_THE_LAYOUT = ("global_seqlen/*",)
 
 
 class Kind(str, Enum):
@@ -207,20 +208,23 @@ class _Comparison:
 
     def add(self, a: Computed, b: Computed) -> None:
         step = b.step.step
-        stages, limit = (_EVERYTHING, None) if self._rules.all_steps else self._comparable(a, b)
+        stages, limit = (COMPARED, None) if self._rules.all_steps else self._comparable(a, b)
         if limit is not None:
             self.uncompared.setdefault(limit, []).append(step)
         if not stages:
             return
         self.steps.append(step)
-        tolerance = self._rules.tolerance
-        for name in {*_names_in(a.step)} & {*_names_in(b.step)}:
-            if name.stage in stages and not self._ignores(name.text):
-                self.figures.setdefault(name, Figure(name)).compared += 1
-        differing = self._wanted(compare_steps(a.step, b.step), a, b, stages)
-        beyond = differing
-        if not tolerance.is_exact:
-            beyond = self._wanted(compare_steps(a.step, b.step, tolerance), a, b, stages)
+        ignored = self._rules.ignore + (_OF_THE_LAYOUT if layout_changes(a.header, b.header) else ())
+
+        def counts(name: Name) -> bool:
+            is_ignored = any(fnmatchcase(name.text, pattern) for pattern in ignored)
+            return is_comparable(name.stage, name.text, stages) and not is_ignored
+
+        for name in filter(counts, {*_names_in(a.step)} & {*_names_in(b.step)}):
+            self.figures.setdefault(name, Figure(name)).compared += 1
+        differing = beyond = self._differences(a.step, b.step, EXACT, counts)
+        if not self._rules.tolerance.is_exact:
+            beyond = self._differences(a.step, b.step, self._rules.tolerance, counts)
         self._count(differing, {name for name, _ in beyond}, step)
         if self.first is None and beyond:
             self.first = beyond[0][1]
@@ -243,21 +247,20 @@ class _Comparison:
         self._parted = not _same_rollouts(a.step, b.step)
         if self._parted and (_loaded(a.step) or _loaded(b.step)):
             return frozenset(), "not compared, because different rollouts were loaded"
-        if not _changed_settings(a.header, b.header):
-            return _EVERYTHING, None
-        if _starts_like(b, a):
-            return UP_TO_THE_UPDATE, "compared only up to the update, because the settings of the training differ"
+        changes = learning_changes(a.header, b.header)
+        if not changes:
+            return COMPARED, None
+        stages = comparable_stages(changes)
+        if stages and _starts_like(b, a):
+            return stages, "compared only up to the update, because the settings of the training differ"
         return frozenset(), "not compared, because the settings of the training differ (--all-steps compares them)"
 
-    def _wanted(
-        self, found: list[Difference], a: Computed, b: Computed, stages: frozenset[Stage]
+    def _differences(
+        self, a: LedgerStep, b: LedgerStep, tolerance: Tolerance, counts: Callable[[Name], bool]
     ) -> list[tuple[Name, Difference]]:
-        labels = {label for computed in (a, b) for label, _ in _tensors(computed.step)}
-        named = [(_figure_of(item, labels), item) for item in found]
-        return [(name, item) for name, item in named if item.stage in stages and not self._ignores(name.text)]
-
-    def _ignores(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._rules.ignore)
+        labels = {label for step in (a, b) for label, _ in _tensors(step)}
+        named = [(_figure_of(item, labels), item) for item in compare_steps(a, b, tolerance)]
+        return [(name, item) for name, item in named if counts(name)]
 
     def _count(self, differing: list[tuple[Name, Difference]], beyond: set[Name], step: int) -> None:
         for name in dict.fromkeys(name for name, _ in differing):
@@ -271,11 +274,6 @@ class _Comparison:
             figure = self.figures[name]
             figure.max_absolute = _larger(figure.max_absolute, item.absolute)
             figure.max_relative = _larger(figure.max_relative, item.relative)
-
-
-def _changed_settings(a: LedgerHeader, b: LedgerHeader) -> list[str]:
-    """The settings for learning that differ. Changed code of the trainer is meant to be found by comparing."""
-    return [line for line in settings_changes(a, b) if not line.startswith(TRAINER)]
 
 
 def _starts_like(b: Computed, a: Computed) -> bool:

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+_CHUNK = 1 << 20
+"""Values per pass: they fit into the processor's cache."""
+
 
 @dataclass(frozen=True)
 class TensorFigures:
@@ -60,7 +63,8 @@ class FiguresOfRows:
         self._is_scalar = lengths is None
         self._lengths.append(np.ones(1, np.int64) if lengths is None else lengths)
         self._values.update(memoryview(values.data).cast("B") if values.size else b"")
-        self._add_moments(_as_numbers(values, dtype))
+        for start in range(0, values.size, _CHUNK):
+            self._add_moments(_as_numbers(values[start : start + _CHUNK], dtype))
 
     def result(self) -> TensorFigures:
         """The figures of all rows so far."""
@@ -85,8 +89,6 @@ class FiguresOfRows:
         )
 
     def _add_moments(self, numbers: np.ndarray) -> None:
-        if not numbers.size:
-            return
         with np.errstate(all="ignore"):
             low, high, total = float(numbers.min()), float(numbers.max()), float(numbers.sum(dtype=np.float64))
         # Unlike min and max, these keep a NaN.

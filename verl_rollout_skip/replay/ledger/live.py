@@ -6,12 +6,13 @@ It says nothing as long as both are identical, and warns once when they part.
 from __future__ import annotations
 
 import logging
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl_rollout_skip.errors import LedgerError, NoLedgerError
-from verl_rollout_skip.fingerprint.fingerprint import CHECKPOINT, TRAINER
+from verl_rollout_skip.replay.ledger.comparable import COMPARED, comparable_stages, is_comparable, learning_changes
 from verl_rollout_skip.replay.ledger.compare import (
     Difference,
     compare_steps,
@@ -22,22 +23,11 @@ from verl_rollout_skip.replay.ledger.compare import (
 from verl_rollout_skip.replay.ledger.file import StepFinder
 from verl_rollout_skip.replay.ledger.line import LedgerHeader, LedgerStep
 from verl_rollout_skip.replay.ledger.stages import UP_TO_THE_UPDATE, Stage
-from verl_rollout_skip.runs.paths import LEDGERS
 from verl_rollout_skip.store.storage.locations import open_storage
 
 logger = logging.getLogger(__name__)
 
-# Validation always generates, so it is not part of what is replayed.
-_EVERYTHING = frozenset(Stage) - {Stage.VALIDATION}
 _OFF_POLICY = "off-policy, as the training learned with other settings or rewards, or from other rollouts"
-# The stages before the update that other settings are meant to change, by the first matching prefix. A setting that is
-# not listed changes nothing before the update, or it is worth a warning that it does.
-_CHANGES: dict[str, frozenset[Stage]] = {
-    "algorithm.": frozenset({Stage.ADVANTAGES}),
-    "actor_rollout_ref.ref": frozenset({Stage.REFERENCE, Stage.ADVANTAGES}),
-    "actor_rollout_ref.actor.use_kl_loss": frozenset({Stage.REFERENCE}),
-    "trainer.balance_batch": UP_TO_THE_UPDATE,
-}
 
 
 @dataclass(frozen=True)
@@ -149,21 +139,14 @@ class LiveComparison:
         """The stages in which this step can be equal to the recorded one, or why there are none."""
         if any(hit.other_settings for hit in hits):
             return "recorded with different settings (on_mismatch=reuse)"
-        changed = self._changed_settings(recorded)
+        changed = learning_changes(recorded, self._header)
         other_reward = any(hit.other_reward for hit in hits)
-        stages = _EVERYTHING if not (changed or other_reward) else UP_TO_THE_UPDATE
-        if any(hit.other_lineage for hit in hits) or (stages is not _EVERYTHING and step > 1):
+        if any(hit.other_lineage for hit in hits) or ((changed or other_reward) and step > 1):
             return _OFF_POLICY
+        stages = comparable_stages(changed)
         if other_reward:
-            stages -= {Stage.REWARD, Stage.ADVANTAGES}
-        for line in changed:
-            stages -= next((lost for prefix, lost in _CHANGES.items() if line.startswith(prefix)), frozenset())
+            stages = (stages & UP_TO_THE_UPDATE) - {Stage.REWARD, Stage.ADVANTAGES}
         return stages or _OFF_POLICY
-
-    def _changed_settings(self, recorded: LedgerHeader) -> list[str]:
-        """The settings for learning that differ. Whether the trainer's code or a checkpoint changes anything, comparing
-        shows."""
-        return [line for line in settings_changes(recorded, self._header) if not line.startswith((TRAINER, CHECKPOINT))]
 
     def _compare(
         self,
@@ -173,13 +156,11 @@ class LiveComparison:
         recorded: LedgerStep,
         stages: frozenset[Stage],
     ) -> None:
-        found = [difference for difference in compare_steps(recorded, line) if difference.stage in stages]
-        if stages != _EVERYTHING:
-            found = [difference for difference in found if not difference.name.startswith("actor/")]
+        found = [item for item in compare_steps(recorded, line) if is_comparable(item.stage, item.name, stages)]
         if found:
             self.first = found[0]
             logger.warning("%s", self._explain(found, finder.header, hits[-1]))
-        elif stages == _EVERYTHING:
+        elif stages == COMPARED:
             self.identical += 1
         else:
             self.partly += 1
@@ -194,7 +175,8 @@ class LiveComparison:
         reasons = [*settings_changes(recorded, self._header), *versions_changes(recorded, self._header)]
         if reasons:
             text += f" The trainings also differ in {', '.join(reasons)}."
-        return f"{text} Later steps are not compared; both ledgers are in {hit.folder}/{LEDGERS}"
+        command = f"rollout-skip audit {shlex.quote(hit.folder)}"
+        return f"{text} Later steps are not compared. To list all differences: {command}"
 
 
 def _steps(count: int, kind: str = "") -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_rollout_skip.config.modes import Mode
 from verl_rollout_skip.fingerprint.layout import gpu_layout, host, layout_settings, versions
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.replay.ledger.figures import FiguresOfRows, TensorFigures
@@ -62,7 +63,7 @@ class TrainingLedger:
         self.consumers: list[Consumer] = []
         self._run = run
         self._prepare = prepare
-        self.is_on = run.settings.audit.is_on
+        self.is_on = run.settings.audit.is_on and run.settings.mode is not Mode.OFF
         self._worker = _Worker(self._fail)
         self._step: _Step | None = None
         self._file: LedgerFile | None = None

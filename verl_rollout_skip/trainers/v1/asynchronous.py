@@ -31,6 +31,12 @@ _REASON = (
 
 def check_settings(settings: SkipConfig) -> None:
     """Reject settings with which a replay cannot be exact, before any worker starts."""
+    if settings.mode is Mode.SHADOW:
+        raise ConfigError(
+            f"{BLOCK}.mode is 'shadow', but {_REASON}. What the engine generates in a step does not have to be what a "
+            "recorded training generated in it, even if both are correct, so it cannot be compared. Use "
+            "trainer.v1.trainer_mode=skip_sync to test the engine, or mode replay."
+        )
     if settings.mode in (Mode.REPEAT, Mode.REPEAT_LAST):
         raise ConfigError(
             f"{BLOCK}.mode is {settings.mode.value!r}, but {_REASON}, so a recorded step cannot replace another one. "
@@ -41,6 +47,13 @@ def check_settings(settings: SkipConfig) -> None:
             f"{BLOCK}.steps is {settings.steps} and mode is 'replay', but {_REASON}, so loaded and generated steps "
             f"cannot be mixed. Replay all steps ({BLOCK}.steps=all)."
         )
+
+
+def check(rollout_skip: RolloutSkip, mode: str) -> None:
+    """Check the recordings of any training, and the settings of an asynchronous one."""
+    check_sources(rollout_skip, mode)
+    if mode != SYNC:
+        check_settings(rollout_skip.settings)
 
 
 def check_sources(rollout_skip: RolloutSkip, mode: str) -> None:

@@ -67,6 +67,7 @@ class SampleReader:
 
     def __init__(self, skip: RolloutSkip, pool: TaskPool, in_flight: InFlight) -> None:
         self._pool, self._in_flight, self._part_bytes = pool, in_flight, skip.settings.part_bytes
+        self._columns = skip.columns
         self._read: tuple[Miss, KVBatchMeta, Generated | Future[Generated]] | None = None
 
     def start(
@@ -81,6 +82,8 @@ class SampleReader:
 
         ``wanted`` names the fields to read if the sample is not recorded. ``metrics`` come from the replay buffer.
         """
+        if miss.dumps:
+            self._columns.add_rollout(miss.key, lambda: batch.keys)
         uids = [Trajectory.parse(key).uid for key in batch.keys]
         positions = self._in_flight.positions(uids)
         gone = sorted(set(positions))
