@@ -224,7 +224,7 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
                 reward.recompute_rewards(rollout.batch, rollout.inputs, self)
             batch = queue.put(rollout.batch, rollout.inputs.get(UID).tolist())
             sample = Sample(**rollout.batch.get(SAMPLE).data)
-        self.rollout_skip.columns.add_rollout(key, lambda: batch.keys)
+        self.rollout_skip.columns.add_rollout(key, list(batch.keys).copy)
         refills = self._push_back.keep()
         if not self._is_sync:
             for chunk in refills:

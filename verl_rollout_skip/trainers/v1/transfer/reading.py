@@ -82,12 +82,12 @@ class SampleReader:
 
         ``wanted`` names the fields to read if the sample is not recorded. ``metrics`` come from the replay buffer.
         """
-        if miss.dumps:
-            self._columns.add_rollout(miss.key, lambda: batch.keys)
         uids = [Trajectory.parse(key).uid for key in batch.keys]
         positions = self._in_flight.positions(uids)
         gone = sorted(set(positions))
         kept = KVBatchMeta(partition_id=batch.partition_id, keys=list(batch.keys), tags=list(batch.tags))
+        if miss.dumps:
+            self._columns.add_rollout(miss.key, kept.keys.copy)
         found: Generated | Future[Generated]
         try:
             gone = self._in_flight.gone(uids, queue.waiting_prompts())
