@@ -17,8 +17,19 @@ READERS = [
     *sorted(PACKAGE.glob("runs/*.py")),
     *(
         PACKAGE / "tools" / f"{name}.py"
-        for name in ("audit", "decoding", "diff", "export", "ledgers", "stats", "trajectories")
+        for name in (
+            "audit",
+            "columns",
+            "decoding",
+            "diff",
+            "differing_rows",
+            "export",
+            "ledgers",
+            "stats",
+            "trajectories",
+        )
     ),
+    *sorted(PACKAGE.glob("tools/mismatch/*.py")),
     PACKAGE / "replay" / "explain.py",
 ]
 STORE = "verl_rollout_skip.store"
@@ -51,7 +62,10 @@ def test_code_that_reads_recordings_imports_nothing_below_the_reader() -> None:
 def test_the_reader_and_its_users_do_not_import_torch() -> None:
     modules = [
         "store.reader",
-        *(f"tools.{name}" for name in ("audit", "diff", "export", "stats", "trajectories")),
+        *(
+            f"tools.{name}"
+            for name in ("audit", "diff", "differing_rows", "export", "mismatch", "stats", "trajectories")
+        ),
         "report",
         "report.audit_page",
         "cli.selection",

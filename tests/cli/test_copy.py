@@ -295,3 +295,18 @@ def test_bad_input_is_a_one_line_error_with_exit_code_2(many: Path, tmp_path: Pa
     done = run_as_nobody("copy", visible / "a", visible / "b", first=["copy", many, tmp_path / "first"])
     visible.chmod(0o755)
     assert_one_line_error(done, "Permission denied")
+
+
+def test_training_columns_of_the_selected_steps_are_copied_with_them(many: Path, tmp_path: Path, capsys: Any) -> None:
+    with RolloutStore(many / "columns" / "a") as store:
+        for step in (1, 2, 3):
+            store.put(RolloutKey(step), rollout_output(2, seed=step))
+    [copied] = copy(capsys, many, tmp_path / "some", "--steps", "2-3")
+    assert (copied["copied"], copied["columns"]) == (2, 2)
+    assert not (tmp_path / "some" / "columns" / "a" / "step_000001").exists()
+    [copied] = copy(capsys, many, tmp_path / "all", "--read-back")
+    assert (copied["copied"], copied["columns"]) == (60, 3)
+    assert contents(tmp_path / "all") == contents(many)
+    record_file(many / "columns" / "a", 1).write_text("{}")
+    [copied] = copy(capsys, many, tmp_path / "other", "--steps", "1", code=1)
+    assert [problem["outcome"] for problem in copied["problems"]] == ["damaged"]

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 
 from tests.arithmetic_run import SAMPLES, conversation, encode, make_training
 from tests.cli_program import ROOT, assert_fits, run
+from tests.training_columns import add_columns
 from tests.trainings import Training
 from tests.written_ledgers import RECORDING, write, write_examples
 from verl_rollout_skip import RolloutKey
@@ -33,7 +34,7 @@ from verl_rollout_skip.cli.command import Command
 from verl_rollout_skip.cli.program import COMMANDS, EXIT_CODES, load_command
 
 DOCUMENT = ROOT / "docs" / "cli.md"
-DOCUMENTS = (DOCUMENT, ROOT / "docs" / "audit.md")
+DOCUMENTS = (DOCUMENT, ROOT / "docs" / "audit.md", ROOT / "docs" / "mismatch.md")
 BLOCK = re.compile(r"^```console\n(?P<session>.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMES = ("0123456789ab", "ba9876543210")
 ELSEWHERE = {"view": "is a server", "resume": "starts a training; has its own tests"}
@@ -62,6 +63,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     second = record(training, tokenizer, range(1, 2), 0.7, seed=40)
     write_examples(first, range(1, 4))
     write(second, RECORDING, range(1, 2))
+    add_columns(first)
     shutil.copytree(ROOT / "tests" / "upstream_dumps" / "verl-0.8.0", folder / "verl_dumps")
     OmegaConf.save(training.config("off"), folder / "config.yaml")
     return folder, first.name, second.name
@@ -116,6 +118,7 @@ def comparable(text: str) -> list[str]:
     for pattern, word in (
         (r"\b\d{8}T\d{6}\.\d{3}Z-[0-9a-f]{8}\b", "<training>"),
         (r"\b[0-9a-f]{16,}\b", "<digest>"),
+        (r'"\d{8}T\d{6}\.\d{3}Z-[0-9a-f]{8}"', "<training>"),
         (r"\d{4}-\d\d-\d\d(?:[T ][\d:+]*\d)?", "<date>"),
         (r"\d+(?:\.\d+)? [KMG]?B\b", "<size>"),
         (r"\d+(?:\.\d+)? ?s\b", "<time>"),

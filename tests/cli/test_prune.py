@@ -26,6 +26,7 @@ from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.cli import main
 from verl_rollout_skip.config.skip_config import Steps
 from verl_rollout_skip.runs import checked_json
+from verl_rollout_skip.runs.columns import columns_folder
 from verl_rollout_skip.runs.paths import PARTIAL
 from verl_rollout_skip.runs.pins import add_pin, is_pinned, read_pins
 from verl_rollout_skip.store import codec, commit
@@ -628,3 +629,55 @@ def test_an_unwritable_folder_is_a_one_line_error(visible: Path, tmp_path: Path,
         path.chmod(0o755)
     assert_one_line_error(done, "Permission denied")
     assert contents(visible) == before
+
+
+def add_columns(folder: Path, training: str, *steps: int) -> Path:
+    """Training columns of some steps, as a training writes them."""
+    with RolloutStore(columns_folder(str(folder), training)) as store:
+        for step in steps:
+            store.put(RolloutKey(step), rollout_output(2, seed=step), info={"role": "actor"})
+    return folder / "columns" / training
+
+
+def test_columns_go_with_their_steps(tmp_path: Path, capsys: Any) -> None:
+    folder = recording(tmp_path, 1, 2, 3)
+    first, second = add_columns(folder, "first", 1, 2, 3), add_columns(folder, "second", 2)
+    used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    found = prune(capsys, folder, "--steps", "2", "--yes")
+    assert going(found) == [2]
+    assert found["total_bytes"] == used
+    assert found["freed_bytes"] == used - sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    assert (steps_in(folder), steps_in(first)) == ([1, 3], [1, 3])
+    assert not second.exists()
+
+
+def test_columns_alone_are_deleted_on_request_and_pins_protect_them(tmp_path: Path, capsys: Any) -> None:
+    folder = recording(tmp_path, 1, 2, 3)
+    columns = add_columns(folder, "first", 1, 2, 3)
+    add_pin(open_storage(str(folder)), 2, "golden")
+    assert going(prune(capsys, folder, "--columns")) == [1, 3]
+    assert steps_in(columns) == [1, 2, 3]
+    assert going(prune(capsys, folder, "--columns", "--yes")) == [1, 3]
+    assert (steps_in(folder), steps_in(columns)) == ([1, 2, 3], [2])
+    assert main(["prune", str(folder), "--columns", "--variants"]) == 2
+    assert "cannot be combined with --columns" in capsys.readouterr().err
+
+
+def test_columns_go_with_a_whole_variant_even_those_of_steps_that_it_does_not_have(tmp_path: Path, capsys: Any) -> None:
+    folder = recording(tmp_path / "run" / "variant", 1)
+    add_columns(folder, "first", 1, 7)
+    used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    found = prune(capsys, folder, "--variants", "--yes")
+    assert found["freed_bytes"] == found["total_bytes"] == used
+    assert not folder.exists()
+
+
+def test_leftovers_of_columns_are_found(tmp_path: Path, capsys: Any) -> None:
+    folder = recording(tmp_path, 1)
+    columns = add_columns(folder, "first", 1)
+    left = columns / "step_000001" / ".tmp-0-0-dead"
+    left.write_bytes(b"half")
+    os.utime(left, (time.time() - 2 * DAY,) * 2)
+    found = prune(capsys, folder, "--leftovers", "--yes")
+    assert [file["path"] for variant in found["variants"] for file in variant["files"]] == [str(left)]
+    assert not left.exists()

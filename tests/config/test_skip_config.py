@@ -11,7 +11,16 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.verl_configs import compose_ppo, installed_configs
-from verl_rollout_skip.config.modes import Engine, Mode, OnDumpError, OnMismatch, Prompts, Reward, Weights
+from verl_rollout_skip.config.modes import (
+    Engine,
+    Mode,
+    OnDumpError,
+    OnMismatch,
+    Prompts,
+    Reward,
+    TrainingColumns,
+    Weights,
+)
 from verl_rollout_skip.config.run_names import run_name
 from verl_rollout_skip.config.skip_config import SkipConfig, Steps, parse_steps, remove_skip_keys
 from verl_rollout_skip.errors import ConfigError
@@ -116,6 +125,7 @@ def test_every_setting_can_be_given_on_verls_command_line(tmp_path: Path) -> Non
             "+rollout_skip.background=false",
             "+rollout_skip.on_dump_error=fail",
             "+rollout_skip.max_disk=200GB",
+            "+rollout_skip.training_columns=log_probs",
         )
     )
     assert settings == SkipConfig(
@@ -132,6 +142,7 @@ def test_every_setting_can_be_given_on_verls_command_line(tmp_path: Path) -> Non
         background=False,
         on_dump_error=OnDumpError.FAIL,
         max_disk=200 * 10**9,
+        training_columns=TrainingColumns.LOG_PROBS,
     )
 
 

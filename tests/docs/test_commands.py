@@ -30,6 +30,7 @@ from tests.arithmetic_run import make_training
 from tests.arithmetic_run import record as record_arithmetic
 from tests.documents import DOCUMENTS, ROOT, Block, blocks_of, messages
 from tests.entry_files import part_file
+from tests.training_columns import add_columns
 from tests.written_ledgers import RECORDING, REPLAY
 from tests.written_ledgers import write as write_ledger
 from verl_rollout_skip.cli import main as rollout_skip
@@ -43,7 +44,7 @@ TRAINING = re.compile(r"python -m (?P<module>[\w.]+)(?P<arguments>.*)")
 COMMAND = re.compile(r"rollout-skip (?P<arguments>[^)>|]+)")
 STEPS = range(1, 4)
 RUN_END_TO_END = ("docs/quickstart.md", "docs/regression-tests.md", "docs/scenarios.md")
-WITH_OUTPUT = ("docs/audit.md", "docs/cli.md")
+WITH_OUTPUT = ("docs/audit.md", "docs/cli.md", "docs/mismatch.md")
 
 
 class Workspace:
@@ -55,6 +56,7 @@ class Workspace:
         self.variant = record_arithmetic(training, tokenizer, STEPS, prompts=2)
         write_ledger(self.variant, RECORDING, STEPS)
         write_ledger(self.variant, REPLAY, STEPS, RECORDING)
+        add_columns(self.variant)
         inputs = folder / "inputs"
         (folder / "empty").mkdir()
         self.words = {

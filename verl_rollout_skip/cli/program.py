@@ -30,6 +30,7 @@ COMMANDS = {
     "stats": "show scores, lengths, pass rate and groups per step",
     "report": "write trends, groups and responses as one HTML file",
     "view": "show the report in the browser while a training records",
+    "mismatch": "compare the log-probs of trainer and rollout engine, token by token",
     "diff": "compare two runs, variants or steps: settings, prompts, responses",
     "audit": "compare what two trainings computed: metrics, tensors, weights",
     "verify": "check every digest, record and manifest",

@@ -84,6 +84,10 @@ class Selection:
     def includes(self, key: RolloutKey) -> bool:
         return key.step in self.steps and self.gen_batch in (None, key.gen_batch)
 
+    def includes_step(self, key: RolloutKey) -> bool:
+        """Whether the step of a key is selected, e.g. of training columns, which have no generation batch."""
+        return key.step in self.steps
+
     @property
     def is_partial(self) -> bool:
         """Whether only some steps are selected."""

@@ -144,6 +144,17 @@ class OnDumpError(str, Enum):
     """Stop the training."""
 
 
+class TrainingColumns(str, Enum):
+    """Which tensors of each update are dumped beside the rollouts."""
+
+    OFF = "off"
+    """None."""
+    LOG_PROBS = "log_probs"
+    """The log-probs of trainer, reference model and rollout, and the response mask."""
+    ALL = "all"
+    """Every tensor that the updates of actor and critic receive."""
+
+
 def choose(kind: type[Choice], value: Any, key: str) -> Choice:
     """The member for a configured value. YAML parses a bare ``off`` as false and ``on`` as true."""
     words = [str(member.value) for member in kind]

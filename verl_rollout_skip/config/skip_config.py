@@ -27,6 +27,7 @@ from verl_rollout_skip.config.modes import (
     Prompts,
     Reward,
     Tasks,
+    TrainingColumns,
     Weights,
     choose,
     suggest,
@@ -84,6 +85,7 @@ class SkipConfig:
     background: bool = True
     on_dump_error: OnDumpError = OnDumpError.AUTO
     max_disk: int | None = None
+    training_columns: TrainingColumns = TrainingColumns.OFF
     log_samples: int = 4
     audit: Audit = Audit.AUTO
     tasks: Tasks = Tasks.AUTO
@@ -146,6 +148,9 @@ class SkipConfig:
             background=_parse_bool(values.get("background", True), f"{BLOCK}.background"),
             on_dump_error=choose(OnDumpError, values.get("on_dump_error", "auto"), f"{BLOCK}.on_dump_error"),
             max_disk=_parse_size(values.get("max_disk"), f"{BLOCK}.max_disk"),
+            training_columns=choose(
+                TrainingColumns, values.get("training_columns", "off"), f"{BLOCK}.training_columns"
+            ),
             log_samples=_parse_count(values.get("log_samples", 4) or None, f"{BLOCK}.log_samples") or 0,
             audit=choose(Audit, values.get("audit", Audit.AUTO), f"{BLOCK}.audit"),
             tasks=choose(Tasks, values.get("tasks", Tasks.AUTO), f"{BLOCK}.tasks"),

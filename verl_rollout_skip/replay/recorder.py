@@ -13,6 +13,7 @@ from verl_rollout_skip.config.modes import Mode
 from verl_rollout_skip.errors import DumpError, EntryExistsError, MismatchError, RolloutSkipError
 from verl_rollout_skip.fingerprint.layout import gpu_layout
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.replay.disk_usage import variant_usage
 from verl_rollout_skip.replay.lineage import ROLLOUT_DIGEST, proof_of
 from verl_rollout_skip.replay.prompts import shallow_copy
 from verl_rollout_skip.runs.manifest import Manifest, write_manifest
@@ -52,7 +53,8 @@ class Recorder:
     def __init__(self, run: Run, folder: str, training: str) -> None:
         self.run = run
         self.folder = folder
-        self.store = RolloutStore(folder, background=run.settings.background, max_disk=run.settings.max_disk)
+        self.usage = variant_usage(folder, run.settings.max_disk)
+        self.store = RolloutStore(folder, background=run.settings.background, usage=self.usage)
         self.not_dumped = 0
         self.failures = 0
         self._replaces = run.settings.mode is Mode.REFRESH

@@ -11,7 +11,9 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +30,7 @@ from verl_rollout_skip.errors import (
 )
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.replay.at_exit import close_at_exit
+from verl_rollout_skip.replay.columns import open_columns, rows_of_batch
 from verl_rollout_skip.replay.explain import explain_key, explain_taken, folders_of
 from verl_rollout_skip.replay.ledger.live import Hit
 from verl_rollout_skip.replay.ledger.training import TrainingLedger
@@ -69,6 +72,7 @@ class RolloutSkip:
         training, writes = training_name(), run.write_folder is not None and mode.writes
         self._recorder = Recorder(run, str(run.write_folder), training) if writes else None
         self.ledger = TrainingLedger(run, training, self._prepare_ledger)
+        self.columns = open_columns(run, training, self._recorder, self.ledger)
         own = None if self._recorder is None else self._recorder.store
         self._sources = Sources(run, own, self.replaces_prompts, loader or Loader())
         self.shadow = Shadow(run) if mode is Mode.SHADOW else None
@@ -102,12 +106,15 @@ class RolloutSkip:
             mismatch = candidate.explain_mismatch(inputs)
             if mismatch is None:
                 rollout = self.load(key, candidate, inputs)
+                self.columns.add_rollout(key, partial(rows_of_batch, rollout.batch))
                 return rollout if self.shadow is None else self.shadow.follow(key, rollout, generate)
             rejected.append((candidate, mismatch))
         miss = self.miss(key, rejected)
         given = self._recorder.snapshot(inputs) if self._recorder is not None and miss.dumps else inputs
         started = time.perf_counter()
         batch = generate(inputs)
+        if miss.dumps:
+            self.columns.add_rollout(key, partial(rows_of_batch, batch))
         generated = Generated(batch, given, time.perf_counter() - started)
         return Rollout(batch, inputs, hit=False, metrics=self.record(miss, generated))
 
@@ -130,6 +137,7 @@ class RolloutSkip:
         self.ledger.begin_step(key.step)
         if not self.covers(key):
             return iter(())
+        self.columns.report_failures()
         if self._recorder is not None:
             self._recorder.report_failures()
             if self.settings.mode is Mode.RECORD and self._is_taken(key, self._recorder):
@@ -244,18 +252,12 @@ class RolloutSkip:
     @property
     def statistics(self) -> Statistics:
         """The statistics so far. A snapshot: later steps do not change it."""
-        counts, recorder = self._counts, self._recorder
-        compared = [] if self.shadow is None else self.shadow.notes
-        notes = [*compared, *self._sources.notes, *self._counts.notes]
+        recorder, compared = self._recorder, [] if self.shadow is None else self.shadow.notes
+        notes = [*compared, *self._sources.notes, *self.columns.notes, *self._counts.notes]
+        counts = replace(self._counts, dump_failures=self._dump_failures(), notes=notes)
         if recorder is None:
-            return replace(counts, notes=notes)
-        return replace(
-            counts,
-            dumped=recorder.dumped,
-            not_dumped=recorder.not_dumped,
-            dump_failures=recorder.failures,
-            notes=notes,
-        )
+            return counts
+        return replace(counts, dumped=recorder.dumped, not_dumped=recorder.not_dumped)
 
     def summary(self) -> str:
         """The statistics in one line."""
@@ -272,9 +274,12 @@ class RolloutSkip:
         if note is not None:
             self._counts.notes.append(note)
         try:
-            self._sources.close()
-            if self._recorder is not None:
-                self._recorder.close()
+            with ExitStack() as closing:  # all of them, even if one raises
+                if self._recorder is not None:
+                    closing.callback(self._recorder.close)
+                closing.callback(self.columns.close)
+                closing.callback(self.ledger.wait)  # for updates that are still being read
+                self._sources.close()
         finally:
             self._counts.notes += self.ledger.close()
             statistics = self.statistics
@@ -387,7 +392,7 @@ class RolloutSkip:
             return False  # the dump will fail too, and report why
 
     def _dump_failures(self) -> int:
-        return 0 if self._recorder is None else self._recorder.failures
+        return self.columns.failures + (0 if self._recorder is None else self._recorder.failures)
 
     def _stored_bytes(self) -> int:
         return 0 if self._recorder is None else self._recorder.store.written_bytes

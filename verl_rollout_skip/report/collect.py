@@ -13,6 +13,7 @@ from verl_rollout_skip._version import __version__
 from verl_rollout_skip.errors import EntryNotFoundError, ManifestError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.report.entry_view import Counted, EntryView, EntryViews, Json, broken_view
+from verl_rollout_skip.report.mismatch_view import find_mismatch, mismatch_view, step_statistics
 from verl_rollout_skip.report.sampling import Sampling
 from verl_rollout_skip.report.tokens import TokenTexts, find_token_texts
 from verl_rollout_skip.runs.manifest import Manifest, read_manifest
@@ -121,11 +122,29 @@ def build_report(
         except (RolloutSkipError, OSError) as error:
             report.add(broken_view(key, error))
     shares = dict(zip(records, sampling.groups_of_each(list(records.values())), strict=True))
-    views = variant.views(sampling)
+    views, mismatch = variant.views(sampling), _add_mismatch(report, folder, variant, wanted)
     for key in progress(list(records)):
-        report.add(views.view(key, shares[key]))
+        view = views.view(key, shares[key])
+        if key.gen_batch == 0 and view.broken is None:
+            view.json["statistics"].update(mismatch.get(key.step, {}))
+        report.add(view)
     report.left_out = left_out(report.counted, sampling, len(wanted), len(every), len(report.broken))
     return report
+
+
+def _add_mismatch(report: Report, folder: str, variant: OpenVariant, keys: Sequence[RolloutKey]) -> dict[int, Json]:
+    """Add the section about the mismatch of rollout and trainer, and return what the charts show by step."""
+    try:
+        found = find_mismatch(folder, keys, variant.manifest)
+    except EntryNotFoundError:
+        return {}  # there are columns, but not of these steps
+    except (RolloutSkipError, OSError) as error:
+        report.head["problems"].append(f"training columns: {error}")
+        return {}
+    if found is None:
+        return {}
+    report.head["mismatch"] = mismatch_view(found, variant.texts)
+    return step_statistics(found)
 
 
 def left_out(counted: Counted, sampling: Sampling, read: int, recorded: int, broken: int) -> list[str]:

@@ -31,7 +31,7 @@ class Template:
 
 _REPORT = Template(
     "page.html",
-    ("dom", "theme", "model", "charts", "trends", "table", "tokens", "groups", "filters", "live", "main"),
+    ("dom", "theme", "model", "charts", "trends", "table", "tokens", "groups", "mismatch", "filters", "live", "main"),
 )
 
 

@@ -3,7 +3,7 @@
 ::
 
     {dump_dir}/{run}/{variant}/
-        manifest.json   trainings/   ledgers/   tokenizer/   pins/   partial/   step_000001/ …
+        manifest.json   trainings/   ledgers/   columns/   tokenizer/   pins/   partial/   step_000001/ …
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ LEDGERS = "ledgers"
 TOKENIZER = "tokenizer"
 PINS = "pins"
 PARTIAL = "partial"
+COLUMNS = "columns"
 
 
 def variant_name(config_hash: str) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 from verl_rollout_skip.errors import (
     ChangedBatchError,
     CorruptEntryError,
-    DiskLimitError,
     DumpError,
     RolloutSkipError,
     StoreError,
@@ -27,6 +25,7 @@ from verl_rollout_skip.store.codec.decoder import Reader
 from verl_rollout_skip.store.codec.encoder import Summary
 from verl_rollout_skip.store.codec.snapshot import BatchSnapshot, Copy, Prepared, Proof, prepare, take_snapshot
 from verl_rollout_skip.store.committed import CommittedEntry
+from verl_rollout_skip.store.disk_usage import DiskUsage, stored_bytes
 from verl_rollout_skip.store.loaded import LoadedEntry
 from verl_rollout_skip.store.prefetch import Prefetcher
 from verl_rollout_skip.store.reader import StoreReader
@@ -38,8 +37,6 @@ from verl_rollout_skip.store.storage.locations import open_storage
 from verl_rollout_skip.store.writer import BackgroundWriter, Job
 
 logger = logging.getLogger(__name__)
-
-_RESCAN_SECONDS = 60.0
 
 
 class RolloutStore:
@@ -53,6 +50,7 @@ class RolloutStore:
         max_load_bytes: the maximum memory for loading one entry; by default, the free memory of the machine.
         part_bytes: split an entry that takes more memory than this into several files. For tests and benchmarks.
         storage_options: arguments for the fsspec file system, e.g. credentials or an endpoint.
+        usage: what has been used of a limit that several stores share, instead of ``max_disk``. It is not pickled.
 
     Several processes can use the same folder at once, each with its own ``RolloutStore``. A store can be pickled.
     Use it as a context manager, or call ``close``, which waits for the background writer and raises its errors.
@@ -68,6 +66,7 @@ class RolloutStore:
         max_load_bytes: int | str | None = None,
         part_bytes: int | str = commit.PART_BYTES,
         storage_options: dict[str, Any] | None = None,
+        usage: DiskUsage | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = {
             "background": background,
@@ -86,7 +85,8 @@ class RolloutStore:
         self._copy = Copy.CHEAP
         self._writer = BackgroundWriter(parse_size(max_pending_bytes, "max_pending_bytes"))
         self._prefetcher: Prefetcher[LoadedEntry] = Prefetcher()
-        self._usage = _DiskUsage(self._storage, None if max_disk is None else parse_size(max_disk, "max_disk"))
+        limit = None if max_disk is None else parse_size(max_disk, "max_disk")
+        self._usage = usage or DiskUsage(self._storage.where(), lambda: stored_bytes(self._storage), limit)
         self._max_load_bytes = None if max_load_bytes is None else parse_size(max_load_bytes, "max_load_bytes")
 
     def put(
@@ -339,33 +339,6 @@ class RolloutStore:
     def load_limit(self) -> int:
         """The maximum memory for loading an entry now."""
         return _free_memory() if self._max_load_bytes is None else self._max_load_bytes
-
-
-class _DiskUsage:
-    """Compares the size of the store's folder with ``max_disk``. Rescans the folder from time to time, because other
-    processes write and prune too."""
-
-    def __init__(self, storage: Storage, limit: int | None) -> None:
-        self._storage = storage
-        self._limit = limit
-        self._used = 0
-        self._counted_at = float("-inf")
-
-    def admit(self, size: int) -> None:
-        """Count ``size`` more bytes, or raise ``DiskLimitError`` if the folder would become too large."""
-        if self._limit is None:
-            return
-        if time.monotonic() - self._counted_at > _RESCAN_SECONDS or self._used + size > self._limit:
-            files = (file for folder in self._storage.folders() for file in self._storage.files(folder))
-            self._used = sum(file.size for file in files if not file.name.startswith(names.TEMPORARY))
-            self._counted_at = time.monotonic()
-        if self._used + size > self._limit:
-            raise DiskLimitError(
-                f"Not written: {self._storage.where()} has {format_size(self._used)}, and {format_size(size)} more "
-                f"would exceed max_disk of {format_size(self._limit)}. Raise max_disk, delete entries, or record fewer "
-                "steps."
-            )
-        self._used += size
 
 
 def _json_copy(info: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ entries. Manifest, tokenizer and pins are copied first, so a partial copy is a u
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from enum import Enum
@@ -20,12 +20,13 @@ from verl_rollout_skip.errors import (
     UnreadableEntryError,
 )
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.runs.columns import columns_folder, columns_of, trainings_with_columns
 from verl_rollout_skip.runs.manifest import read_manifest
 from verl_rollout_skip.runs.paths import LEDGERS, MANIFEST, PINS, TOKENIZER, TRAININGS
 from verl_rollout_skip.store import commit, committed, names
 from verl_rollout_skip.store.new_files import publish
 from verl_rollout_skip.store.record import EntryRecord
-from verl_rollout_skip.store.storage import HERE, Storage
+from verl_rollout_skip.store.storage import HERE, Storage, open_storage
 
 _FILE_LIMIT = 1 << 40
 
@@ -90,6 +91,16 @@ def copy_entries(
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def copy_columns(
+    source: str, target: str, wanted: Callable[[RolloutKey], bool], *, jobs: int = 4, read_back: bool = False
+) -> Iterator[CopiedEntry]:
+    """Copy the training columns of the wanted steps from one variant folder to another."""
+    for training in trainings_with_columns(source):
+        keys = [key for key in columns_of(source, training) if wanted(key)]
+        there = open_storage(columns_folder(target, training))
+        yield from copy_entries(columns_of(source, training).storage, there, keys, jobs=jobs, read_back=read_back)
 
 
 def _count_copied(futures: Iterable[Future[CopiedEntry]]) -> int:

@@ -18,6 +18,7 @@ from verl_rollout_skip.runs.paths import LEDGERS
 from verl_rollout_skip.store.sizes import format_size
 from verl_rollout_skip.store.storage import open_storage
 from verl_rollout_skip.tools.audit import Audit, Figure, Rules, Verdict, audit, explain, summarize
+from verl_rollout_skip.tools.differing_rows import describe_rows
 from verl_rollout_skip.tools.ledgers import Side, VariantLedgers
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def render(console: Console, data: dict[str, Any]) -> None:
         print_line(console, f"a: {found['a']}")
         print_line(console, f"b: {found['b']}")
         print_line(console, found["summary"], _STYLES.get(found["verdict"], "green"))
-        for line in found["notes"]:
+        for line in [*found["notes"], *found["rows"]]:
             print_line(console, f"  {line}")
         if found["figures"]:
             headers = ("stage", "figure", "first step", "differ", "max abs", "max rel")
@@ -191,6 +192,7 @@ def _to_json(found: Audit, show_all: bool) -> dict[str, Any]:
         "verdict": found.verdict.value,
         "summary": summarize(found),
         "notes": explain(found),
+        "rows": describe_rows(found),
         "steps": found.steps,
         "only_in_a": found.only_a,
         "only_in_b": found.only_b,

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from verl_rollout_skip.cli.command import Command, Result, number_option, path_argument, steps_option
-from verl_rollout_skip.cli.output import print_line, print_table, progress
+from verl_rollout_skip.cli.output import pluralize, print_line, print_table, progress
 from verl_rollout_skip.cli.selection import Selection, Variant, select
 from verl_rollout_skip.errors import ConfigError, ManifestError, StoreError
 from verl_rollout_skip.key import RolloutKey
@@ -16,7 +16,7 @@ from verl_rollout_skip.store.reader import EntryRecord, StoreReader
 from verl_rollout_skip.store.sizes import format_size
 from verl_rollout_skip.store.storage.local import LocalStorage, free_bytes
 from verl_rollout_skip.store.storage.locations import open_storage
-from verl_rollout_skip.tools.copy import CopiedEntry, Outcome, copy_entries, copy_metadata
+from verl_rollout_skip.tools.copy import CopiedEntry, Outcome, copy_columns, copy_entries, copy_metadata
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -37,7 +37,7 @@ _BAD = (Outcome.CONFLICT, Outcome.DAMAGED)
 @number_option("--jobs", "number of entries to copy in parallel (default: 4)", 4)
 def command(src: str, dst: str, steps: str | None, read_back: bool, jobs: int) -> Result:
     """Copy a dump_dir, a run or a variant between folders and object stores, with entries, manifests, trainings,
-    tokenizers and pins.
+    training columns, tokenizers and pins.
 
     DST gets the same folder structure as SRC. The digest of each entry is checked, and each entry is copied completely
     or not at all. Run the same command again to continue after an interruption or to copy steps recorded
@@ -53,7 +53,7 @@ def command(src: str, dst: str, steps: str | None, read_back: bool, jobs: int) -
     work = [(variant, target, selection.keys(variant)) for variant, target in _destinations(selection, dst)]
     _check_space(dst, work)
     with progress() as bar:
-        variants = [_copy(bar, jobs, read_back, *item) for item in work]
+        variants = [_copy(bar, selection, jobs, read_back, *item) for item in work]
     failed = any(variant["problems"] for variant in variants)
     return Result({"source": src, "destination": dst, "variants": variants}, render, 1 if failed else 0)
 
@@ -71,6 +71,9 @@ def render(console: Console, data: dict[str, Any]) -> None:
     ]
     headers = ("variant", "copied", "already there", "not copied", "size")
     print_table(console, headers, rows, left=("variant",), shorten=("variant",))
+    columns = sum(variant["columns"] for variant in data["variants"])
+    if columns:
+        print_line(console, f"and the training columns of {pluralize(columns, 'update')}")
     for variant in data["variants"]:
         for problem in variant["problems"]:
             print_line(console, f"{problem['outcome']}: {problem['error']}", "red")
@@ -78,7 +81,13 @@ def render(console: Console, data: dict[str, Any]) -> None:
 
 
 def _copy(
-    bar: Progress, jobs: int, read_back: bool, variant: Variant, target: str, keys: list[RolloutKey]
+    bar: Progress,
+    selection: Selection,
+    jobs: int,
+    read_back: bool,
+    variant: Variant,
+    target: str,
+    keys: list[RolloutKey],
 ) -> dict[str, Any]:
     task = bar.add_task(variant.name, total=len(keys))
     storage = open_storage(target)
@@ -86,12 +95,13 @@ def _copy(
         copy_metadata(variant.storage, storage)
     except ManifestError as error:
         bar.advance(task, len(keys))
-        return {**_to_json(variant, target, []), **_refused(keys, error)}
+        return {**_to_json(variant, target, [], []), **_refused(keys, error)}
     copied = []
     for entry in copy_entries(variant.storage, storage, keys, jobs=jobs, read_back=read_back):
         copied.append(entry)
         bar.advance(task)
-    return _to_json(variant, target, sorted(copied, key=lambda entry: entry.key))
+    columns = list(copy_columns(variant.path, target, selection.includes_step, jobs=jobs, read_back=read_back))
+    return _to_json(variant, target, sorted(copied, key=lambda entry: entry.key), columns)
 
 
 def _destinations(selection: Selection, dst: str) -> list[tuple[Variant, str]]:
@@ -120,10 +130,10 @@ def _check_space(dst: str, work: list[tuple[Variant, str, list[RolloutKey]]]) ->
         )
 
 
-def _to_json(variant: Variant, target: str, copied: list[CopiedEntry]) -> dict[str, Any]:
+def _to_json(variant: Variant, target: str, copied: list[CopiedEntry], columns: list[CopiedEntry]) -> dict[str, Any]:
     problems = [
         {"step": e.key.step, "gen_batch": e.key.gen_batch, "outcome": e.outcome.value, "error": e.error}
-        for e in copied
+        for e in [*copied, *columns]
         if e.outcome in _BAD
     ]
     return {
@@ -133,7 +143,8 @@ def _to_json(variant: Variant, target: str, copied: list[CopiedEntry]) -> dict[s
         "copied": sum(entry.outcome is Outcome.COPIED for entry in copied),
         "present": sum(entry.outcome is Outcome.PRESENT for entry in copied),
         "not_copied": len(problems),
-        "bytes": sum(entry.bytes for entry in copied if entry.outcome is Outcome.COPIED),
+        "columns": sum(entry.outcome is Outcome.COPIED for entry in columns),
+        "bytes": sum(entry.bytes for entry in [*copied, *columns] if entry.outcome is Outcome.COPIED),
         "problems": problems,
     }
 

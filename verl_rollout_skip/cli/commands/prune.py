@@ -19,6 +19,7 @@ from verl_rollout_skip.tools.prune import (
     Plan,
     RecordedStep,
     execute,
+    inspect_columns,
     inspect_variant,
     make_plans,
     parse_age,
@@ -35,6 +36,7 @@ _LEFTOVER_AGE = "1d"
     "rollout-skip prune /data/dumps --older-than 30d --keep-last 1 --yes\n"
     "rollout-skip prune /data/dumps --max-size 500GB\n"
     "rollout-skip prune /data/dumps/RUN --variants --older-than 90d\n"
+    "rollout-skip prune /data/dumps/RUN/VARIANT --columns --older-than 7d\n"
     "rollout-skip prune /data/dumps --leftovers --set-aside --yes",
 )
 @path_argument()
@@ -47,6 +49,7 @@ _LEFTOVER_AGE = "1d"
     is_flag=True,
     help="whole variants instead of steps, with manifest and tokenizer; conditions then apply to variants",
 )
+@click.option("--columns", is_flag=True, help="only the training columns of the steps; the rollouts are kept")
 @click.option(
     "--leftovers",
     is_flag=True,
@@ -61,28 +64,38 @@ def command(
     keep_last: int | None,
     max_size: str | None,
     variants: bool,
+    columns: bool,
     leftovers: bool,
     set_aside: bool,
     yes: bool,
 ) -> Result:
     """Delete recorded steps. Without --yes, only show what would be deleted and how much space that frees.
 
-    A step is deleted, with all its generation batches, if it meets every condition that you pass. Pinned steps are
-    kept.
+    A step is deleted, with all its generation batches and training columns, if it meets every condition that you pass.
+    Pinned steps are kept.
     """
     selection = select(path, steps)
     conditions = None
-    if selection.is_partial or variants or (older_than, keep_last, max_size) != (None, None, None):
+    if columns and variants:
+        raise ConfigError(
+            "--variants deletes variants with their training columns, so it cannot be combined with --columns."
+        )
+    if selection.is_partial or variants or columns or (older_than, keep_last, max_size) != (None, None, None):
         conditions = _conditions(selection, older_than, keep_last, max_size, variants)
     elif not (leftovers or set_aside):
         raise ConfigError(
-            "Choose what to delete with --steps, --older-than, --keep-last, --max-size, --variants, --leftovers or "
-            "--set-aside. Nothing is deleted without --yes."
+            "Choose what to delete with --steps, --older-than, --keep-last, --max-size, --variants, --columns, "
+            "--leftovers or --set-aside. Nothing is deleted without --yes."
         )
     selection.check_not_empty()
-    found = [inspect_variant(variant.path, variant.run_path, variant.storage) for variant in selection.variants]
+    of_columns = [item for variant in selection.variants for item in inspect_columns(variant.path, variant.storage)]
+    found = of_columns
+    if not columns:
+        found = [inspect_variant(variant.path, variant.run_path, variant.storage) for variant in selection.variants]
     leftover_age = parse_age(_LEFTOVER_AGE) if leftovers else None
     plans = make_plans(found, conditions, leftovers_older_than_s=leftover_age, set_aside=set_aside)
+    if not columns:  # steps take their columns with them, so only other files are left to find
+        plans += make_plans(of_columns, None, leftovers_older_than_s=leftover_age, set_aside=set_aside)
     total = sum(variant.bytes for variant in found)
     kept = _execute(plans) if yes else {}
     data = {

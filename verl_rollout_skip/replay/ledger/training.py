@@ -11,7 +11,6 @@ import queue
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from verl_rollout_skip.config.modes import Mode
@@ -22,7 +21,7 @@ from verl_rollout_skip.replay.ledger.file import LedgerFile
 from verl_rollout_skip.replay.ledger.line import LedgerEnd, LedgerHeader, LedgerStep, StepRollout
 from verl_rollout_skip.replay.ledger.live import Hit, LiveComparison
 from verl_rollout_skip.replay.ledger.stages import is_timing
-from verl_rollout_skip.replay.ledger.updates import CRITIC, Consumer, Slices
+from verl_rollout_skip.replay.ledger.updates import CRITIC, Consumer, Sink, Slices, UpdateSlice
 from verl_rollout_skip.runs import checked_json
 from verl_rollout_skip.runs.variants import Run
 from verl_rollout_skip.store.storage.locations import open_storage
@@ -102,10 +101,12 @@ class TrainingLedger:
             return
         step.updates[role] += 1
         number = step.updates[role]
-        if self.is_on:
-            self._reader.do("an update was not observed", lambda: _add_figures(step, role, number, slices))
+        sinks: list[Sink] = [_Figures(step, role, number)] if self.is_on else []
         for consumer in self.consumers:
-            self._reader.do("an update was not observed", partial(consumer, step.step, role, slices))
+            sink = consumer(step.step, role)
+            sinks += [] if sink is None else [sink]
+        if sinks:
+            self._reader.do("an update was not observed", lambda: _read(slices, sinks))
 
     def observe_metrics(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """verl logs these metrics. Returns more of them: the result of the comparison, up to the previous step."""
@@ -250,17 +251,42 @@ class _Worker:
                 self._jobs.task_done()
 
 
-def _add_figures(step: _Step, role: str, number: int, slices: Slices) -> None:
-    figures: dict[str, FiguresOfRows] | None = None
-    for part in slices():
-        if figures is None:
-            figures = {name: FiguresOfRows() for name in part.tensors}
-        figures = {name: found for name, found in figures.items() if name in part.tensors}  # that all rows have
-        for name, found in figures.items():
+def _read(slices: Slices, sinks: list[Sink]) -> None:
+    """Read an update once, for all sinks."""
+    try:
+        for part in slices():
+            for sink in sinks:
+                sink.add(part)
+    except Exception as error:
+        for sink in sinks:
+            sink.fail(error)
+        raise
+    for sink in sinks:
+        sink.finish()
+
+
+class _Figures:
+    """Adds the figures of an update to its step."""
+
+    def __init__(self, step: _Step, role: str, number: int) -> None:
+        self._target = step.critic_tensors if role == CRITIC else step.tensors
+        self._suffix = f"#{number}" if number > 1 else ""
+        self._figures: dict[str, FiguresOfRows] | None = None
+
+    def add(self, part: UpdateSlice) -> None:
+        if self._figures is None:
+            self._figures = {name: FiguresOfRows() for name in part.tensors}
+        # those that all rows have
+        self._figures = {name: found for name, found in self._figures.items() if name in part.tensors}
+        for name, found in self._figures.items():
             found.add(part.tensors[name])
-    target = step.critic_tensors if role == CRITIC else step.tensors
-    suffix = f"#{number}" if number > 1 else ""
-    target.update({f"{name}{suffix}": found.result() for name, found in (figures or {}).items()})
+
+    def finish(self) -> None:
+        found = self._figures or {}
+        self._target.update({f"{name}{self._suffix}": figures.result() for name, figures in found.items()})
+
+    def fail(self, error: Exception) -> None:
+        """The ledger counts the failure itself."""
 
 
 def _number(value: Any) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 ACTOR, CRITIC = "actor", "critic"
 
@@ -23,5 +23,17 @@ class UpdateSlice:
 
 Slices = Callable[[], Iterable[UpdateSlice]]
 """Reads the slices of an update. Called on another thread, while the update runs."""
-Consumer = Callable[[int, str, Slices], None]
-"""Called with the step, the role and the slices of each update, on another thread."""
+
+
+class Sink(Protocol):
+    """Receives one update on another thread: ``add`` for each slice, then ``finish``, or ``fail`` if reading fails."""
+
+    def add(self, part: UpdateSlice) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+
+Consumer = Callable[[int, str], Sink | None]
+"""Called with the step and the role of each update; None if it is of no interest."""

@@ -76,6 +76,7 @@ function listen() {
 
 setTheme(readTheme());
 drawHead();
+drawMismatch();
 drawLegend();
 data.entries.forEach(addEntry);
 loadFilters();

@@ -21,6 +21,14 @@ const TRENDS = [
     note: "among groups with at least two responses",
   },
   { key: "time", title: "Generation time", lines: [["generate_s", "seconds"]], formatValue: seconds, from0: true },
+  {
+    key: "mismatch",
+    title: "Mismatch of rollout and trainer",
+    lines: [["mismatch_k3", "k3"], ["mismatch_mean_abs", "mean difference", "thin"]],
+    from0: true,
+    formatValue: (value) => value.toPrecision(2),
+    note: "k3 estimates the KL divergence; the thin line is the mean absolute difference of the log-probs",
+  },
   { key: "bytes", title: "Size on disk", lines: [["bytes", "bytes"]], formatValue: bytes, from0: true },
 ];
 
@@ -34,4 +42,5 @@ function passNote(shown) {
   return sources.length ? `pass: ${sources.join(" or ")}` : "neither acc nor scores were recorded";
 }
 
-const trends = () => TRENDS.map((chart) => ({ ...chart, select: showStep }));
+const trends = () =>
+  TRENDS.filter((chart) => chart.key !== "mismatch" || head.mismatch).map((chart) => ({ ...chart, select: showStep }));

@@ -91,6 +91,12 @@ class EntryReader:
             start += part.file.rows
         return [by_row[row] for row in selected]
 
+    def tensors(self) -> list[str]:
+        """The tensors of the output, stored or derived from others."""
+        with decoding(self._parts[0].file.error_prefix):
+            keys = self._parts[0].output.numbers
+        return [path[0] for is_tensor, path in keys if is_tensor and len(path) == 1]
+
     def simple_keys(self) -> list[str]:
         """The keys of the output that have exactly one number, boolean or text per row."""
         with decoding(self._parts[0].file.error_prefix):
@@ -148,6 +154,9 @@ class _Part:
             prompts, responses = self.tokens("prompts"), self.tokens("responses")
             pairs = None if prompts is None or responses is None else zip(prompts, responses, strict=True)
             return None if pairs is None else [np.concatenate(pair) for pair in pairs]
+        if encoding.form is Form.MASK and self.output.spans is not None:
+            lengths = self.output.spans.lengths(encoding.window)
+            return [np.ones(length, encoding.element.bits) for length in lengths.tolist()]
         if not encoding.is_stored or len(encoding.shape) != (0 if encoding.is_nested else 1):
             return None
         rows = self._rows_of_lists(column)

@@ -15,11 +15,12 @@ from datetime import datetime, timezone
 from verl_rollout_skip.config.skip_config import Steps
 from verl_rollout_skip.errors import ManifestError
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.runs.columns import columns_folder, trainings_with_columns
 from verl_rollout_skip.runs.manifest import read_manifest
 from verl_rollout_skip.runs.pins import Pin, read_pins
 from verl_rollout_skip.store import leftovers, names
 from verl_rollout_skip.store.reader import StoreReader, Unreadable
-from verl_rollout_skip.store.storage import HERE, FileInfo, Storage
+from verl_rollout_skip.store.storage import HERE, FileInfo, Storage, open_storage
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -40,12 +41,16 @@ class Conditions:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of a variant: the record file of each entry, its other files, and when it was last recorded."""
+    """One step of a variant: the record file of each entry, its other files, and when it was last recorded.
+
+    ``columns`` are the training columns of the step, one for each training that has some.
+    """
 
     step: int
     records: dict[RolloutKey, FileInfo]
     others: tuple[FileInfo, ...]
     recorded: float
+    columns: tuple[ColumnsOfStep, ...] = ()
 
     @property
     def keys(self) -> tuple[RolloutKey, ...]:
@@ -53,22 +58,43 @@ class RecordedStep:
 
     @property
     def bytes(self) -> int:
-        return sum(file.size for file in (*self.records.values(), *self.others))
+        own = sum(file.size for file in (*self.records.values(), *self.others))
+        return own + sum(columns.step.bytes for columns in self.columns)
+
+
+@dataclass(frozen=True)
+class ColumnsOfStep:
+    """The training columns of one training in one step, and the storage that contains them."""
+
+    storage: Storage
+    step: RecordedStep
 
 
 @dataclass(frozen=True)
 class RecordedVariant:
-    """A variant and its steps. ``recorded`` is when something was last recorded, or when the variant was created."""
+    """A variant and its steps, or the training columns of one training.
+
+    ``recorded`` is when something was last recorded, or when the variant was created. ``rollouts`` is the storage of
+    the variant that training columns belong to, whose pins protect them too. ``other_columns`` are those of steps that
+    the variant does not contain.
+    """
 
     path: str
     run_path: str
     storage: Storage
     steps: tuple[RecordedStep, ...]
     recorded: float
+    rollouts: Storage | None = None
+    other_columns: tuple[ColumnsOfStep, ...] = ()
 
     @property
     def bytes(self) -> int:
-        return sum(step.bytes for step in self.steps)
+        return sum(step.bytes for step in self.steps) + sum(columns.step.bytes for columns in self.other_columns)
+
+    @property
+    def pins(self) -> list[Pin]:
+        """The pins that protect the steps."""
+        return read_pins(self.rollouts or self.storage)
 
 
 @dataclass(frozen=True)
@@ -89,7 +115,7 @@ class UnusedFile:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to remove from a variant: some ``steps`` and ``files``, or the ``whole`` variant.
+    """What to remove from a variant or from training columns: some ``steps`` and ``files``, or the ``whole`` variant.
 
     ``pinned`` are steps that meet the conditions but are kept, because they or their variant are pinned.
     """
@@ -102,7 +128,9 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        return sum(step.bytes for step in self.steps) + sum(file.bytes for file in self.files)
+        others = self.variant.other_columns if self.whole else ()
+        steps = [*self.steps, *(columns.step for columns in others)]
+        return sum(step.bytes for step in steps) + sum(file.bytes for file in self.files)
 
 
 def parse_age(text: str) -> float:
@@ -117,7 +145,28 @@ def inspect_variant(path: str, run_path: str, storage: Storage) -> RecordedVaria
     """Find out what is recorded in a variant."""
     steps = tuple(_recorded_steps(StoreReader(storage)))
     recorded = max((step.recorded for step in steps), default=None)
-    return RecordedVariant(path, run_path, storage, steps, _created(storage) if recorded is None else recorded)
+    columns = [ColumnsOfStep(found.storage, step) for found in inspect_columns(path, storage) for step in found.steps]
+    numbers = {step.step for step in steps}
+    return RecordedVariant(
+        path,
+        run_path,
+        storage,
+        tuple(replace(step, columns=tuple(c for c in columns if c.step.step == step.step)) for step in steps),
+        _created(storage) if recorded is None else recorded,
+        other_columns=tuple(c for c in columns if c.step.step not in numbers),
+    )
+
+
+def inspect_columns(path: str, rollouts: Storage) -> list[RecordedVariant]:
+    """Find out which training columns are in a variant folder, one item for each training."""
+    found = []
+    for training in trainings_with_columns(path):
+        folder = columns_folder(path, training)
+        storage = open_storage(folder)
+        steps = tuple(_recorded_steps(StoreReader(storage)))
+        recorded = max((step.recorded for step in steps), default=0.0)
+        found.append(RecordedVariant(folder, path, storage, steps, recorded, rollouts))
+    return found
 
 
 def make_plans(
@@ -208,7 +257,7 @@ def _plan_steps(variant: RecordedVariant, conditions: Conditions) -> Plan:
     if conditions.keep_last is not None:
         last = variant.steps[len(variant.steps) - conditions.keep_last :]
         steps = [step for step in steps if step not in last]
-    pinned = _pinned_steps(variant, read_pins(variant.storage))
+    pinned = _pinned_steps(variant, variant.pins)
     return Plan(
         variant,
         steps=tuple(step for step in steps if step not in pinned),
@@ -233,7 +282,7 @@ def _oldest_steps(plans: Sequence[Plan], excess: int) -> list[Plan]:
 
 def _plan_whole_variants(variants: Sequence[RecordedVariant], conditions: Conditions) -> list[Plan]:
     candidates = _older_variants(variants, conditions)
-    pins = {variant.path: read_pins(variant.storage) for variant in candidates}
+    pins = {variant.path: variant.pins for variant in candidates}
     unpinned = [variant for variant in candidates if not pins[variant.path]]
     if conditions.max_size is not None:
         unpinned = _oldest_variants(unpinned, sum(variant.bytes for variant in variants) - conditions.max_size)

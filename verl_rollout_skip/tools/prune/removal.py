@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from verl_rollout_skip.errors import EntryNotFoundError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.runs import pins
-from verl_rollout_skip.runs.paths import LEDGERS, MANIFEST, PARTIAL, TOKENIZER, TRAININGS
+from verl_rollout_skip.runs.columns import columns_folder
+from verl_rollout_skip.runs.paths import COLUMNS, LEDGERS, MANIFEST, PARTIAL, TOKENIZER, TRAININGS
 from verl_rollout_skip.store import commit, committed, leftovers, names
 from verl_rollout_skip.store.reader import StoreReader
 from verl_rollout_skip.store.storage import HERE, FileInfo, Storage
 from verl_rollout_skip.store.storage.local import LocalStorage
-from verl_rollout_skip.store.storage.locations import open_storage
+from verl_rollout_skip.store.storage.locations import join, open_storage
 from verl_rollout_skip.tools.prune.plan import Plan, RecordedStep, RecordedVariant, UnusedFile
 
 
@@ -43,21 +44,26 @@ def execute(plan: Plan, on_step: Callable[[], None] = lambda: None) -> Kept:
     """
     storage = plan.variant.storage
     pinned, recorded_again = [], []
+    rollouts = plan.variant.rollouts or storage
     for step in plan.steps:
         # A single pin keeps a whole variant, as in the plan.
-        if pins.read_pins(storage) if plan.whole else pins.is_pinned(storage, step.step):
+        if pins.read_pins(rollouts) if plan.whole else pins.is_pinned(rollouts, step.step):
             pinned.append(step)
         elif not _remove_step(storage, step):
             recorded_again.append(step)
+        else:
+            for columns in step.columns:
+                _remove_step(columns.storage, columns.step)
         on_step()
+    _remove_empty_columns(plan.variant)
     for file in plan.files:
         if not _is_listed(storage, file):  # unless the entry was recorded or copied again since then
             storage.delete(file.folder, file.seen)
             _remove_if_empty(storage, file.folder)
     reasons = []
     if plan.whole:
-        rest = {folder: storage.files(folder) for folder in [HERE, *storage.folders()]}
-        reasons = _reasons_to_keep(storage, rest)
+        rest = _all_files(storage)
+        reasons = _reasons_to_keep(plan.variant, rest)
         if not reasons:
             _remove_rest(plan.variant, rest)
     return Kept(pinned, recorded_again, reasons)
@@ -88,12 +94,20 @@ def _is_listed(storage: Storage, file: UnusedFile) -> bool:
     return file.name in (committed.listed_parts(storage, RolloutKey(step, gen_batch)) or ())
 
 
-def _reasons_to_keep(storage: Storage, files: Mapping[str, list[FileInfo]]) -> list[str]:
+def _all_files(storage: Storage) -> dict[str, list[FileInfo]]:
+    return {folder: storage.files(folder) for folder in [HERE, *storage.folders()]}
+
+
+def _reasons_to_keep(variant: RecordedVariant, files: Mapping[str, list[FileInfo]]) -> list[str]:
     """Why a variant must be kept after its planned steps were removed: new pins, new entries, or a running writer."""
+    storage = variant.storage
     reasons = [f"{pin} was pinned in the meantime" for pin in pins.read_pins(storage)]
     reasons += [f"{key} was recorded in the meantime" for key in StoreReader(storage)]
     if any(_may_be_written(storage, file) for found in files.values() for file in found):
         reasons.append("something is being written to it")
+    columns = [(other, file) for other in _columns(variant) for found in _all_files(other).values() for file in found]
+    if any(other.shows_writers and leftovers.is_being_written(file) for other, file in columns):
+        reasons.append("training columns are being written to it")
     return reasons
 
 
@@ -114,15 +128,36 @@ def _remove_rest(variant: RecordedVariant, files: Mapping[str, list[FileInfo]]) 
             if is_own or file.name.startswith(names.TEMPORARY) or (is_step and _is_entry_file(file.name)):
                 storage.delete(folder, file)
         _remove_if_empty(storage, folder)
-    _remove_partial(open_storage(f"{variant.path}/{PARTIAL}"))
+    for other in (open_storage(f"{variant.path}/{PARTIAL}"), *_columns(variant)):
+        _remove_entries(other)
     storage.delete(HERE, MANIFEST)
-    for path in (variant.path, variant.run_path) if isinstance(storage, LocalStorage) else ():
+    emptied = (join(variant.path, COLUMNS), variant.path, variant.run_path)
+    for path in emptied if isinstance(storage, LocalStorage) else ():
         with contextlib.suppress(OSError):  # not empty
             os.rmdir(path)
 
 
-def _remove_partial(storage: Storage) -> None:
-    """Remove the finished prompts of steps that are not complete."""
+def _columns(variant: RecordedVariant) -> list[Storage]:
+    """The storages of the training columns in a variant folder."""
+    return [open_storage(columns_folder(variant.path, training)) for training in _column_folders(variant.path)]
+
+
+def _column_folders(variant: str) -> list[str]:
+    return sorted(open_storage(join(variant, COLUMNS)).folders())
+
+
+def _remove_empty_columns(variant: RecordedVariant) -> None:
+    """Remove the folders of training columns that are now empty."""
+    rollouts = variant.path if variant.rollouts is None else variant.run_path
+    for storage in map(open_storage, [columns_folder(rollouts, name) for name in _column_folders(rollouts)]):
+        if isinstance(storage, LocalStorage):
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(storage.root)
+                os.rmdir(storage.root.parent)
+
+
+def _remove_entries(storage: Storage) -> None:
+    """Remove the entries of a store in a variant folder: of steps that are not complete, or of training columns."""
     for folder in [*storage.folders(), HERE]:
         for file in storage.files(folder):
             if _is_record(file.name) or _is_entry_file(file.name) or file.name.startswith(names.TEMPORARY):

@@ -17,20 +17,23 @@ def observe_updates(trainer: Any, ledger: TrainingLedger) -> None:
 
     The batch is read while the workers update, and nothing may change it before that is done.
     """
+    under_way: set[str] = set()
     for role, workers, method in compat.updates_of(trainer):
-        setattr(workers, method, _observed(getattr(workers, method), role, ledger))
+        setattr(workers, method, _observed(getattr(workers, method), role, ledger, under_way))
 
 
-def _observed(update: Callable[..., Any], role: str, ledger: TrainingLedger) -> Callable[..., Any]:
+def _observed(update: Callable[..., Any], role: str, ledger: TrainingLedger, under_way: set[str]) -> Callable[..., Any]:
     def observed(*args: Any, **kwargs: Any) -> Any:
-        if not ledger.is_observing:
+        if not ledger.is_observing or role in under_way:  # one name of the method may call another
             return update(*args, **kwargs)
+        under_way.add(role)
         batch = next(iter((*args, *kwargs.values())))
         whole = UpdateSlice(0, tensors_of(batch), batch)
         ledger.observe_update(role, lambda: [whole])
         try:
             return update(*args, **kwargs)
         finally:
+            under_way.discard(role)
             ledger.wait()
 
     return observed

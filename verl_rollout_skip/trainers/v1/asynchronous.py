@@ -49,6 +49,13 @@ def check_settings(settings: SkipConfig) -> None:
         )
 
 
+def check(rollout_skip: RolloutSkip, mode: str) -> None:
+    """Check the recordings of any training, and the settings of an asynchronous one."""
+    check_sources(rollout_skip, mode)
+    if mode != SYNC:
+        check_settings(rollout_skip.settings)
+
+
 def check_sources(rollout_skip: RolloutSkip, mode: str) -> None:
     """Reject synchronous recordings in asynchronous trainings and vice versa, even with ``on_mismatch: reuse``. A
     user-defined trainer mode is accepted, because it is unknown whether it is synchronous."""

@@ -76,9 +76,7 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
         if self._is_on and settings.tasks is not Tasks.OFF:
             self._find_nodes()
         reward.check_settings(self.rollout_skip.settings, config)
-        asynchronous.check_sources(self.rollout_skip, mode)
-        if mode != SYNC:
-            asynchronous.check_settings(self.rollout_skip.settings)
+        asynchronous.check(self.rollout_skip, mode)
         self._in_flight = InFlight()
         self._push_back = PushBack()
         self._alignment = Alignment(
@@ -226,6 +224,7 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
                 reward.recompute_rewards(rollout.batch, rollout.inputs, self)
             batch = queue.put(rollout.batch, rollout.inputs.get(UID).tolist())
             sample = Sample(**rollout.batch.get(SAMPLE).data)
+        self.rollout_skip.columns.add_rollout(key, list(batch.keys).copy)
         refills = self._push_back.keep()
         if not self._is_sync:
             for chunk in refills:

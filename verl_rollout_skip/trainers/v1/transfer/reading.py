@@ -67,6 +67,7 @@ class SampleReader:
 
     def __init__(self, skip: RolloutSkip, pool: TaskPool, in_flight: InFlight) -> None:
         self._pool, self._in_flight, self._part_bytes = pool, in_flight, skip.settings.part_bytes
+        self._columns = skip.columns
         self._read: tuple[Miss, KVBatchMeta, Generated | Future[Generated]] | None = None
 
     def start(
@@ -85,6 +86,8 @@ class SampleReader:
         positions = self._in_flight.positions(uids)
         gone = sorted(set(positions))
         kept = KVBatchMeta(partition_id=batch.partition_id, keys=list(batch.keys), tags=list(batch.tags))
+        if miss.dumps:
+            self._columns.add_rollout(miss.key, kept.keys.copy)
         found: Generated | Future[Generated]
         try:
             gone = self._in_flight.gone(uids, queue.waiting_prompts())
