@@ -28,6 +28,8 @@ ARGUMENTS = {
     "report": ["{path}", "-o", "{out}/report.html"],
     "view": ["{path}", "--no-browser"],
     "diff": ["{path}", "{path}"],
+    "audit": ["{path}"],
+    "mismatch": ["{path}"],
     "verify": ["{path}"],
     "resume": ["{path}", "--dry-run"],
     "export": ["{path}", "-o", "{out}/texts"],
