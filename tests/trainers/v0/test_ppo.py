@@ -223,7 +223,8 @@ def test_verls_old_setting_skip_rollout_means_cache_and_is_hidden_from_verl(trai
     assert (recording.generated, cached.generated) == (3, 0)
     assert "skip_rollout" not in cached.trainer.config.actor_rollout_ref.rollout
     assert_same_training(plain, cached)
-    assert {path.suffix for path in trainings.dumps.rglob("*") if path.is_file()} <= {".parquet", ".json", ".jinja"}
+    suffixes = {path.suffix for path in trainings.dumps.rglob("*") if path.is_file()}
+    assert suffixes <= {".parquet", ".json", ".jsonl", ".jinja"}
 
 
 def test_a_failed_dump_stops_mode_record(trainings: Trainings) -> None:
