@@ -33,6 +33,10 @@ class MismatchError(RolloutSkipError):
     """Recorded rollouts depend on different settings or prompts. Says what differs."""
 
 
+class ShadowError(RolloutSkipError):
+    """In mode shadow, too few generated rows are identical to the recorded ones. Names the step, the ratio and rows."""
+
+
 class UnsupportedBatchError(RolloutSkipError, TypeError):
     """The batch contains a value that cannot be stored exactly. Names the key and the type."""
 

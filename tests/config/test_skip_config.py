@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def test_only_replay_starts_no_engine_by_default(train: Any, tmp_path: Path) -> 
         (
             {"mode": "cahce"},
             "rollout_skip.mode is 'cahce'. Did you mean 'cache'? "
-            "Choose one of: off, record, cache, replay, repeat, repeat_last, refresh.",
+            "Choose one of: off, record, cache, replay, repeat, repeat_last, refresh, shadow.",
         ),
         ({"mode": True}, "rollout_skip.mode is True. Choose one of: off, record, cache"),
         ({"mode": None}, "rollout_skip.mode is None. Choose one of: off, record, cache"),
@@ -224,6 +225,18 @@ def test_only_replay_starts_no_engine_by_default(train: Any, tmp_path: Path) -> 
         ({"source": "run/manifest.json"}, "rollout_skip.source is the relative path 'run/manifest.json'."),
         ({"mode": "replay", "steps": [1, 2]}, "rollout_skip.steps is 1, 2 and mode is 'replay': the other steps need"),
         ({"engine": "off"}, "rollout_skip.engine is 'off', but mode 'cache' generates steps that are not recorded."),
+        ({"mode": "shadow", "engine": "off"}, "rollout_skip.engine is 'off', but mode 'shadow' generates every step"),
+        (
+            {"mode": "replay", "shadow_min_match": 1},
+            "rollout_skip.shadow_min_match is 1, but mode is 'replay', which compares nothing with the recording.",
+        ),
+        *(
+            (
+                {"mode": "shadow", "shadow_min_match": value},
+                f"rollout_skip.shadow_min_match is {value!r}; it must be a number from 0 to 1, or null for no limit.",
+            )
+            for value in (1.5, -0.1, True, "all", math.nan)
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

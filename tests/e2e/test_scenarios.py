@@ -42,7 +42,7 @@ def run_document(name: str, folder: Path, env: Mapping[str, str]) -> list[str]:
 
 def test_every_command_of_the_scenarios_does_what_the_page_says(tmp_path: Path) -> None:
     sections = run_document("docs/scenarios.md", tmp_path, os.environ)
-    _, debug, layout, repeat, losses, reward, resume, colleague, dry_run = sections
+    _, debug, layout, repeat, losses, reward, shadow, strict_shadow, resume, colleague, dry_run = sections
     recorded, replayed = debug.split("3 dumped")
     assert "0 loaded" in recorded
     assert "3 loaded" in replayed
@@ -54,6 +54,9 @@ def test_every_command_of_the_scenarios_does_what_the_page_says(tmp_path: Path) 
     assert "3 loaded" in losses
     assert "reward.custom_reward_function.path" in reward
     assert "3 loaded" in reward
+    identical = "shadow: all 96 rows of 3 steps are identical to the recording"
+    assert f"{identical}; log-probs before the first difference differ by at most 0 " in shadow
+    assert identical in strict_shadow
     assert "3 loaded" in resume
     assert "1 dumped" in resume
     assert "addition_cpu_TrainGBS8__InferGBS8__N4" in colleague

@@ -32,11 +32,13 @@ class Outcome:
     """``batch``: where the batch comes from: the engine, the entry of this step, or that of another one.
 
     ``entry``: the entry of this step afterwards: as it was, none, or what was just generated (dumped into a free place,
-    in place of the old one, or after the old one was set aside).
+    in place of the old one, or after the old one was set aside). ``generates``: the engine is called although the batch
+    is from an entry.
     """
 
     batch: str = ""
     entry: str = "kept"
+    generates: bool = False
     error: type[RolloutSkipError] | None = None
     words: str = ""
 
@@ -47,6 +49,7 @@ REPLACED = Outcome("engine", "replaced")
 SET_ASIDE = Outcome("engine", "set aside")
 NEW_VARIANT = Outcome("engine", "new variant")
 LOADED = Outcome("entry")
+COMPARED = Outcome("entry", generates=True)
 LOADED_OTHER = Outcome("other entry")
 EXISTS = Outcome(
     error=EntryExistsError, words="step 2, .* already recorded .* 'cache' to continue .* 'refresh' to replace"
@@ -55,10 +58,14 @@ ABSENT = Outcome(
     error=EntryNotFoundError,
     words=r"step 2, .* not recorded .* Recorded steps: 1\. .*'replay'.*record more \(mode cache",
 )
+ABSENT_IN_SHADOW = Outcome(
+    error=EntryNotFoundError,
+    words=r"step 2, .* not recorded .* Recorded steps: 1\. .*'shadow' trains on recorded rollouts only",
+)
 CORRUPT = Outcome(
     error=CorruptEntryError, words="step 2, .* damaged: .*gen_000.*.parquet .* digest .* Record the step again"
 )
-NEWER = Outcome(error=NewerFormatError, words="format version 3, .* reads up to 2.* Upgrade")
+NEWER = Outcome(error=NewerFormatError, words="format version 3, .* reads up to version 2.* Upgrade")
 SETTINGS = Outcome(error=MismatchError, words="different settings:.*temperature: 1.0 → 0.7.*on_mismatch=reuse")
 PROMPTS = Outcome(
     error=MismatchError, words="8 of 8 rows differ. The first is row 0:.*recorded .*current .*prompts=recorded"
@@ -76,6 +83,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "repeat": LOADED,
         "repeat_last": LOADED,
         "refresh": REPLACED,
+        "shadow": COMPARED,
     },
     "absent": {
         "off": GENERATED,
@@ -85,6 +93,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "repeat": LOADED_OTHER,
         "repeat_last": LOADED_OTHER,
         "refresh": DUMPED,
+        "shadow": ABSENT_IN_SHADOW,
     },
     "corrupt": {
         "off": GENERATED,
@@ -94,6 +103,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "repeat": CORRUPT,
         "repeat_last": CORRUPT,
         "refresh": REPLACED,
+        "shadow": CORRUPT,
     },
     "other fingerprint": {
         "off": GENERATED,
@@ -103,6 +113,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "repeat": SETTINGS,
         "repeat_last": SETTINGS,
         "refresh": NEW_VARIANT,
+        "shadow": SETTINGS,
     },
     "other prompts": {
         "off": GENERATED,
@@ -112,6 +123,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "repeat": LOADED,
         "repeat_last": LOADED,
         "refresh": REPLACED,
+        "shadow": PROMPTS,
     },
     "same prompts in another order": {
         "off": GENERATED,
@@ -121,6 +133,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "repeat": LOADED,
         "repeat_last": LOADED,
         "refresh": REPLACED,
+        "shadow": ORDER,
     },
     "other row count": {
         "off": GENERATED,
@@ -130,6 +143,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "repeat": ROW_COUNT,
         "repeat_last": ROW_COUNT,
         "refresh": REPLACED,
+        "shadow": ROW_COUNT,
     },
     "newer format": {
         "off": GENERATED,
@@ -139,6 +153,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "repeat": NEWER,
         "repeat_last": NEWER,
         "refresh": GENERATED,
+        "shadow": NEWER,
     },
 }
 CASES = [pytest.param(state, mode, id=f"{mode}-{state}") for state, row in TABLE.items() for mode in row]
@@ -176,7 +191,7 @@ def test_truth_table(state: str, mode: str, tmp_path: Path, monkeypatch: pytest.
         return
 
     rollout = run()
-    assert engine.calls == (expected.batch == "engine")
+    assert engine.calls == (expected.batch == "engine" or expected.generates)
     assert rollout.hit == (expected.batch != "engine")
     trained_on = {"engine": engine.last, "entry": recorded.get(KEY), "other entry": recorded[OTHER]}[expected.batch]
     assert_same_batch(without_timings(trained_on), without_timings(rollout.batch))

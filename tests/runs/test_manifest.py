@@ -154,7 +154,8 @@ def test_manifest_of_a_later_version_asks_for_an_upgrade(written: Path) -> None:
     fields = {**json.loads(written.read_text()), "format_version": 3, "new_field": True, "checksum": "of another kind"}
     written.write_text(json.dumps(fields))
     assert load_error(written).endswith(
-        "has format version 3, but this package reads up to 2. Upgrade verl-rollout-skip to read it."
+        "has format version 3, but this version of verl-rollout-skip reads up to version 2. "
+        "Upgrade verl-rollout-skip to read it."
     )
 
 

@@ -56,7 +56,7 @@ def test_a_full_disk_is_named_with_what_is_free_and_recording_continues_when_the
     assert f"step {len(committed)}, generation batch 0 was not written" in message
     assert str(disk.path) in message
     assert "No space left on device" in message
-    assert "free there" in message
+    assert "The disk has" in message
 
     assert committed == [RolloutKey(step) for step in range(len(committed))]
     for key in committed:
@@ -156,7 +156,7 @@ def test_in_the_background_a_full_disk_is_raised_by_the_next_put_once_and_that_p
             store.put(RolloutKey(3), noise(200_000, seed=3))
         assert [key for key, _ in caught.value.failures] == [RolloutKey(2)]
         assert "step 2, generation batch 0" in str(caught.value)
-        assert "free there" in str(caught.value)
+        assert "The disk has" in str(caught.value)
         store.put(RolloutKey(4), noise(200_000, seed=4))
         store.flush()
     assert store.keys() == [RolloutKey(1), RolloutKey(3), RolloutKey(4)]

@@ -239,14 +239,14 @@ def test_the_temporary_file_of_a_process_that_has_ended_is_a_leftover() -> None:
         "print(staged.temporary)\n"
     )
     name = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-    assert local.is_own_leftover(name) is True
+    assert local.writer_has_exited(name) is True
 
 
 def test_the_temporary_file_of_a_living_process_is_not_a_leftover(tmp_path: Path) -> None:
     with local.LocalStorage(tmp_path).stage("step_000001") as staged:
         (name,) = os.listdir(tmp_path / "step_000001")
         assert names.parse_part(name) is None
-        assert local.is_own_leftover(name) is False
+        assert local.writer_has_exited(name) is False
         assert staged.measure()[0] == 0
     assert os.listdir(tmp_path / "step_000001") == [], "what was not published is discarded"
 
@@ -275,11 +275,11 @@ def test_the_temporary_file_of_another_machine_is_never_treated_as_our_own(
         (name,) = os.listdir(tmp_path / "step_000001")
     name = name.replace(f"-{os.getpid()}-", "-999999999-")
     be_on(here, monkeypatch)
-    assert local.is_own_leftover(name) is None
+    assert local.writer_has_exited(name) is None
     monkeypatch.undo()
     getattr(local._host, "cache_clear", lambda: None)()
 
 
 @pytest.mark.parametrize("name", [".tmp-", ".tmp-x", ".tmp-host-pid-token", ".tmp-host--1-token", ".tmp-a-1-2-3-4", ""])
 def test_the_writer_of_a_malformed_temporary_name_is_unknown(name: str) -> None:
-    assert local.is_own_leftover(name) is None
+    assert local.writer_has_exited(name) is None

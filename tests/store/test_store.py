@@ -275,7 +275,7 @@ def test_inputs_are_none_if_none_were_put(store: RolloutStore) -> None:
 
 
 def test_inputs_with_another_number_of_rows_are_refused(store: RolloutStore) -> None:
-    with pytest.raises(StoreError, match="The input has 6 rows and the output 4"):
+    with pytest.raises(StoreError, match="The input has 6 rows, and the output has 4"):
         store.put(K, rollout_output(4), inputs=rollout_input(6))
     assert K not in store
 

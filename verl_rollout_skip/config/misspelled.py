@@ -20,7 +20,16 @@ _OLD_KEYS = ("skip_rollout", "skip_dump_dir")
 _OLD_PARENT = ("actor_rollout_ref", "rollout")
 _BLOCKS_OF_VERL = ("actor_rollout_ref", "algorithm", "data", "skip", "trainer")
 # Other blocks also have keys such as mode, steps and source; these keys are unique to this package.
-_OURS_ALONE = ("dump_dir", "max_dump_steps", "on_mismatch", "on_dump_error", "max_disk", "log_samples", "part_bytes")
+_OURS_ALONE = (
+    "dump_dir",
+    "max_dump_steps",
+    "on_mismatch",
+    "on_dump_error",
+    "max_disk",
+    "log_samples",
+    "part_bytes",
+    "shadow_min_match",
+)
 
 
 def find_misspelled(config: Mapping[Any, Any], block: str, settings: Collection[str], modes: Collection[str]) -> str:

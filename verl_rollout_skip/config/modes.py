@@ -28,11 +28,24 @@ class Mode(str, Enum):
     """Load recorded steps; for other steps, load the last recorded one again."""
     REFRESH = "refresh"
     """Generate and dump, replacing recorded entries."""
+    SHADOW = "shadow"
+    """Generate every step, compare it with the recorded one, and train on the recorded one. A step that is not recorded
+    is an error."""
 
     @property
     def reads(self) -> bool:
         """Whether recorded entries are loaded."""
-        return self in (Mode.CACHE, Mode.REPLAY, Mode.REPEAT, Mode.REPEAT_LAST)
+        return self in (Mode.CACHE, Mode.REPLAY, Mode.REPEAT, Mode.REPEAT_LAST, Mode.SHADOW)
+
+    @property
+    def loads_own_steps(self) -> bool:
+        """Whether a step loads its own entry, never that of another step."""
+        return self in (Mode.CACHE, Mode.REPLAY, Mode.SHADOW)
+
+    @property
+    def needs_all_steps(self) -> bool:
+        """Whether every selected step must be recorded."""
+        return self in (Mode.REPLAY, Mode.SHADOW)
 
     @property
     def writes(self) -> bool:
@@ -42,7 +55,7 @@ class Mode(str, Enum):
     @property
     def generates(self) -> bool:
         """Whether a step that is not recorded is generated."""
-        return self not in (Mode.REPLAY, Mode.REPEAT, Mode.REPEAT_LAST)
+        return self not in (Mode.REPLAY, Mode.REPEAT, Mode.REPEAT_LAST, Mode.SHADOW)
 
 
 class Audit(str, Enum):

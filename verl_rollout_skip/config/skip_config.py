@@ -89,6 +89,7 @@ class SkipConfig:
     tasks: Tasks = Tasks.AUTO
     part_bytes: int = PART_BYTES
     partial_every: float | None = 30.0
+    shadow_min_match: float | None = None
 
     @property
     def fails_on_dump_error(self) -> bool:
@@ -101,6 +102,11 @@ class SkipConfig:
         if self.engine is Engine.AUTO or self.mode is Mode.OFF:
             return self.mode is not Mode.REPLAY
         return self.engine is Engine.ON
+
+    @property
+    def defers_weight_syncs(self) -> bool:
+        """Whether weights are sent to the engine only before it generates. In mode shadow, it generates every step."""
+        return self.mode.reads and self.mode is not Mode.SHADOW
 
     @property
     def loads_rewards(self) -> bool:
@@ -116,6 +122,7 @@ class SkipConfig:
         if settings.mode is not Mode.OFF:
             _refuse_upstream(tree)
             settings._check_folders()
+            settings._check_shadow()
         return settings
 
     @classmethod
@@ -144,6 +151,7 @@ class SkipConfig:
             tasks=choose(Tasks, values.get("tasks", Tasks.AUTO), f"{BLOCK}.tasks"),
             part_bytes=_parse_size(values.get("part_bytes"), f"{BLOCK}.part_bytes") or PART_BYTES,
             partial_every=_parse_seconds(values.get("partial_every", 30), f"{BLOCK}.partial_every"),
+            shadow_min_match=_parse_ratio(values.get("shadow_min_match"), f"{BLOCK}.shadow_min_match"),
         )
 
     def _with_default_dump_dir(self) -> SkipConfig:
@@ -169,6 +177,18 @@ class SkipConfig:
             raise ConfigError(
                 f"{BLOCK}.engine is 'off', but mode {self.mode.value!r} generates steps that are not recorded. Use "
                 "engine 'auto' or a mode that only loads: replay, repeat, repeat_last."
+            )
+
+    def _check_shadow(self) -> None:
+        if self.mode is Mode.SHADOW and self.engine is Engine.OFF:
+            raise ConfigError(
+                f"{BLOCK}.engine is 'off', but mode 'shadow' generates every step to compare it with the recording. "
+                "Use engine 'auto', or mode replay, which only loads."
+            )
+        if self.mode is not Mode.SHADOW and self.shadow_min_match is not None:
+            raise ConfigError(
+                f"{BLOCK}.shadow_min_match is {self.shadow_min_match:g}, but mode is {self.mode.value!r}, which "
+                f"compares nothing with the recording. Set {BLOCK}.mode=shadow, or remove {BLOCK}.shadow_min_match."
             )
 
 
@@ -330,6 +350,14 @@ def _parse_seconds(value: Any, key: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"{key} is {value!r}; it must be a positive number of seconds, or null for never.")
+    return float(value)
+
+
+def _parse_ratio(value: Any, key: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{key} is {value!r}; it must be a number from 0 to 1, or null for no limit.")
     return float(value)
 
 

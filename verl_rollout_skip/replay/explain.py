@@ -49,8 +49,11 @@ def explain_key(key: RolloutKey, keys: Collection[RolloutKey], mode: Mode, sourc
             f"Recorded generation batches of this step: {batches}; this training needs more than the recorded one."
         )
         cause = "A different reward or filter keeps fewer prompts, or the recorded training ended during the step."
+    generates = "generates nothing"
+    if mode is Mode.SHADOW:
+        generates = "trains on recorded rollouts only, and generates others just to compare them"
     return (
-        f"{key} is not recorded in {folders_of(sources)}. {recorded} {cause} Mode {mode.value!r} generates nothing. "
+        f"{key} is not recorded in {folders_of(sources)}. {recorded} {cause} Mode {mode.value!r} {generates}. "
         "Train fewer steps, record more (mode cache), or use mode repeat."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,22 @@ from verl_rollout_skip.key import RolloutKey
 class Rollout:
     """The result of a rollout step: the batch to train on, its input, and metrics for the step's log.
 
-    ``inputs`` is the current input, or the recorded one if the recorded batch replaces the current one.
+    ``inputs`` is the current input, or the recorded one if the recorded batch replaces the current one. ``generate_s``
+    is how long a hit waited for the engine, which only mode shadow does.
     """
 
     batch: Any
     inputs: Any
     hit: bool
     metrics: dict[str, float]
+    generate_s: float = 0.0
+
+
+def replace_timings(batch: Any, timings: Mapping[str, float]) -> None:
+    """Replace the timings of the recorded run, which verl would log as if they were measured now."""
+    meta = getattr(batch, "meta_info", None)
+    if meta is not None:
+        meta["timing"] = dict(timings)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ from verl_rollout_skip.replay.ledger.training import TrainingLedger
 from verl_rollout_skip.replay.lineage import LINEAGE, ROLLOUT_DIGEST, Lineage, digest_or_unknown
 from verl_rollout_skip.replay.prompts import SAMPLING, meta_of, sampling_of
 from verl_rollout_skip.replay.recorder import Recorder, SlicedRollout
-from verl_rollout_skip.replay.results import Generated, Miss, Rollout
+from verl_rollout_skip.replay.results import Generated, Miss, Rollout, replace_timings
+from verl_rollout_skip.replay.shadow import Shadow
 from verl_rollout_skip.replay.sources import Candidate, Loader, Sources
 from verl_rollout_skip.replay.statistics import Statistics
 from verl_rollout_skip.runs.manifest import CONFIG_HASH, TRAINING_HASH
@@ -61,7 +62,7 @@ class RolloutSkip:
         self._resume_hint = resume_hint
         mode = self.settings.mode
         prompts = Prompts.RECORDED
-        if mode in (Mode.CACHE, Mode.REPLAY):
+        if mode.loads_own_steps:
             prompts = resolve_prompts(run.config, self.settings.prompts)
         self.replaces_prompts = prompts is Prompts.RECORDED
         """Whether a recorded batch replaces the current one instead of having to match it."""
@@ -70,6 +71,8 @@ class RolloutSkip:
         self.ledger = TrainingLedger(run, training, self._prepare_ledger)
         own = None if self._recorder is None else self._recorder.store
         self._sources = Sources(run, own, self.replaces_prompts, loader or Loader())
+        self.shadow = Shadow(run) if mode is Mode.SHADOW else None
+        """Compares generated rollouts with loaded ones, in mode shadow."""
         self._lineage = Lineage()
         self._counts = Statistics()
         self.is_closed = self._closes_at_exit = False
@@ -98,7 +101,8 @@ class RolloutSkip:
         for candidate in self.candidates(key):
             mismatch = candidate.explain_mismatch(inputs)
             if mismatch is None:
-                return self.load(key, candidate, inputs)
+                rollout = self.load(key, candidate, inputs)
+                return rollout if self.shadow is None else self.shadow.follow(key, rollout, generate)
             rejected.append((candidate, mismatch))
         miss = self.miss(key, rejected)
         given = self._recorder.snapshot(inputs) if self._recorder is not None and miss.dumps else inputs
@@ -136,7 +140,7 @@ class RolloutSkip:
         """A hit: the recorded rollout of a candidate whose input matches."""
         batch, inputs = candidate.batches(inputs)
         metrics = self._count_hit(key, candidate, time.perf_counter() - candidate.started)
-        _replace_timings(batch, metrics)
+        replace_timings(batch, metrics)
         self.prefetch_after(key)
         return Rollout(batch, inputs, True, metrics)
 
@@ -202,11 +206,13 @@ class RolloutSkip:
 
         For trainers that do more with a rollout than load it.
         """
+        seconds -= rollout.generate_s
         loaded, saved = rollout.metrics[LOAD_S], rollout.metrics[SAVED_S]
         metrics = {**rollout.metrics, LOAD_S: seconds, SAVED_S: max(saved + loaded - seconds, 0.0)}
         self._counts.load_s += seconds - loaded
         self._counts.saved_s += metrics[SAVED_S] - saved
-        _replace_timings(rollout.batch, metrics)
+        timings = (getattr(rollout.batch, "meta_info", None) or {}).get("timing", {})
+        replace_timings(rollout.batch, {**timings, **metrics})
         return metrics
 
     def policy_of(self, step: int) -> dict[str, Any]:
@@ -238,7 +244,9 @@ class RolloutSkip:
     @property
     def statistics(self) -> Statistics:
         """The statistics so far. A snapshot: later steps do not change it."""
-        counts, notes, recorder = self._counts, [*self._sources.notes, *self._counts.notes], self._recorder
+        counts, recorder = self._counts, self._recorder
+        compared = [] if self.shadow is None else self.shadow.notes
+        notes = [*compared, *self._sources.notes, *self._counts.notes]
         if recorder is None:
             return replace(counts, notes=notes)
         return replace(
@@ -298,7 +306,7 @@ class RolloutSkip:
 
     def _count_hit(self, key: RolloutKey, candidate: Candidate, seconds: float) -> dict[str, float]:
         info, source = candidate.entry.record.info, candidate.source
-        saved = max(float(info.get("generate_s") or 0.0) - seconds, 0.0)
+        saved = max(float(info.get("generate_s") or 0.0) - seconds, 0.0) if self.shadow is None else 0.0
         other_lineage = self._lineage.differs(key, info.get(LINEAGE))
         off_policy = source.informational or other_lineage or self._learned_otherwise(key, candidate)
         recorder = info.get(TRAINING) if isinstance(info.get(TRAINING), str) else None
@@ -383,10 +391,3 @@ class RolloutSkip:
 
     def _stored_bytes(self) -> int:
         return 0 if self._recorder is None else self._recorder.store.written_bytes
-
-
-def _replace_timings(batch: Any, metrics: dict[str, float]) -> None:
-    """Replace the timings of the recorded run, which verl would log as if they were measured now."""
-    meta = getattr(batch, "meta_info", None)
-    if meta is not None:
-        meta["timing"] = dict(metrics)

@@ -215,7 +215,7 @@ class Sources:
         """The key of the entry to load: the key itself if it is recorded, otherwise the one that the mode selects."""
         if self._mode.generates or any(key in store for _, store in self._opened):
             return key
-        if self._mode is Mode.REPLAY:
+        if self._mode.loads_own_steps:
             raise EntryNotFoundError(explain_key(key, self.keys(), self._mode, self.sources))
         if self._repeated:  # these modes record nothing, so keys are listed once, and again only if an entry is gone
             found = _repeated_key(self._repeated, key, self._mode)

@@ -103,7 +103,7 @@ def check_steps(skip: RolloutSkip, training: TrainingSteps, gen_batches: int = 1
             raise EntryExistsError(
                 explain_taken(f"Steps {describe_steps(taken)} of this training are", skip.run.write_folder)
             )
-    if skip.settings.mode is Mode.REPLAY:
+    if skip.settings.mode.needs_all_steps:
         _check_replay(skip, training, gen_batches)
     if training.checkpoint is not None:
         _report(skip, training, training.checkpoint)
@@ -142,8 +142,8 @@ def _check_replay(skip: RolloutSkip, training: TrainingSteps, gen_batches: int) 
 
 def _report(skip: RolloutSkip, training: TrainingSteps, checkpoint: Checkpoint) -> None:
     """Log the checkpoint, because it is easy to forget one that verl finds automatically."""
-    loads_by_step = skip.settings.mode in (Mode.CACHE, Mode.REPLAY)
-    before = {key.step for key in skip.recorded_keys() if key.step < training.first} if loads_by_step else set()
+    is_used = skip.settings.mode.loads_own_steps
+    before = {key.step for key in skip.recorded_keys() if key.step < training.first} if is_used else set()
     unused = f" Recorded steps {describe_steps(before)} are not used; {checkpoint.advice}" if before else ""
     if training.are_done:
         one_more = f"; verl runs step {training.first} before it ends" if training.range else ""

@@ -93,6 +93,16 @@ def report_differences(manifest: Manifest, fingerprint: Fingerprint, config: Dic
         )
 
 
+def all_differences(manifest: Manifest, fingerprint: Fingerprint, config: DictConfig) -> list[str]:
+    """Everything that is known to differ between a recording and this training, one line each."""
+    return [
+        *difference(manifest.fingerprint, fingerprint.rollout),
+        *difference(manifest.versions, versions()),
+        *layout_difference(manifest.gpu_layout, gpu_layout(config)),
+        *difference(manifest.training, fingerprint.training),
+    ]
+
+
 def indented(lines: list[str]) -> str:
     """Differences as part of a message: one line each, the first few only."""
     more = [f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []

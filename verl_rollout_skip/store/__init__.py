@@ -1,1 +1,1 @@
-"""Rollouts on disk: codec, commit, background writer, store. Knows nothing about trainers."""
+"""Rollouts on disk: the codec, commits, the background writer, and the store. Knows nothing about trainers."""

@@ -1,4 +1,4 @@
-"""Reads committed entries: the record, then the parts it lists. Each is checked. See ``commit.py``."""
+"""Reads and checks committed entries: first the record, then the parts that it lists. See ``commit.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ReadPart = Callable[[Storage, RolloutKey, RecordedPart], Any]
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommittedEntry:
     """A committed entry: its record, parsed and as bytes, and the bytes of its parts in order."""
 
     record: EntryRecord
@@ -51,15 +51,15 @@ def read_part(storage: Storage, key: RolloutKey, part: RecordedPart) -> Any:
     return data
 
 
-def load(storage: Storage, key: RolloutKey, limit: int, read: ReadPart = read_part) -> Committed:
-    """Read an entry and verify that its bytes are those that were committed. ``read`` reads and checks a part."""
+def load(storage: Storage, key: RolloutKey, limit: int, read: ReadPart = read_part) -> CommittedEntry:
+    """Read an entry and verify that its bytes are the committed ones. ``read`` reads and checks one part."""
     while True:
         data, record = _read(storage, key)
         if record.bytes > limit:
             raise EntryTooLargeError(too_large(f"The entry of {where(storage, key)}", record.bytes, limit))
         try:
-            found = {part.file: read(storage, key, part) for part in record.parts}
-            return Committed(record, data, tuple(found[part.file] for part in record.parts))
+            contents = {part.file: read(storage, key, part) for part in record.parts}
+            return CommittedEntry(record, data, tuple(contents[part.file] for part in record.parts))
         except CorruptEntryError:
             if _read(storage, key)[0] == data:
                 raise
@@ -68,8 +68,8 @@ def load(storage: Storage, key: RolloutKey, limit: int, read: ReadPart = read_pa
 def read_record(storage: Storage, key: RolloutKey, files: Mapping[str, FileInfo] | None = None) -> EntryRecord:
     """Read the record of a committed entry without opening its parts.
 
-    If the caller has listed the folder, ``files`` has its files by name, and all parts must be there with the right
-    size.
+    A caller that has listed the folder passes its ``files`` by name. Then the existence and the size of each part are
+    checked, too.
     """
     record = _read(storage, key)[1]
     if files is not None and any(
@@ -80,7 +80,7 @@ def read_record(storage: Storage, key: RolloutKey, files: Mapping[str, FileInfo]
 
 
 def listed_parts(storage: Storage, key: RolloutKey) -> set[str] | None:
-    """The parts that the record of a key lists: empty if there is no record, None if it cannot be read."""
+    """The file names of the parts in the record of a key: empty without a record, None if it cannot be read."""
     try:
         return {part.file for part in read_record(storage, key).parts}
     except EntryNotFoundError:

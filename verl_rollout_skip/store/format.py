@@ -1,4 +1,4 @@
-"""The version of the file format, the metadata key of its description, and the names of added columns."""
+"""The version of the file format, and the names that it reserves: the metadata key and the added columns."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BLOB_SIZES: Final = "skip__blob_sizes"
 BLOBS_OF: Final = "skip__blobs_of__"
 OBJECT: Final = "skip__object__"
 SHAPE: Final = "skip__shape__"
-"""``BLOBS_OF``, ``OBJECT`` and ``SHAPE`` are prefixes: the name of the column that they belong to follows."""
+"""``BLOBS_OF``, ``OBJECT`` and ``SHAPE`` are prefixes of the name of the column that they describe."""
 SAME_IN_ALL_PARTS = ("kind", "nodes", "order", "device", "arrays", "meta")
-"""The properties in the description of a batch that must be the same in all parts of an entry."""
+"""The fields in the description of a batch that must be the same in all parts of an entry."""
 
 
 class Side(str, Enum):
@@ -44,7 +44,7 @@ def check_version(version: Any) -> None:
 
 
 def explain_version(version: Any) -> str:
-    """Why a file with another format version cannot be read, and what to do. Follows "It has" in a message."""
+    """Explain why a file with another format version cannot be read, and what to do. Continues "It has …"."""
     if isinstance(version, int) and version < FORMAT_VERSION:
         return (
             f"format version {version}, but this version of verl-rollout-skip reads only version {FORMAT_VERSION}. "
@@ -52,6 +52,6 @@ def explain_version(version: Any) -> str:
             "wrote it can still read it."
         )
     return (
-        f"format version {version}, but this package reads up to {FORMAT_VERSION}. "
+        f"format version {version}, but this version of verl-rollout-skip reads up to version {FORMAT_VERSION}. "
         "Upgrade verl-rollout-skip to read it."
     )

@@ -1,4 +1,4 @@
-"""File names in a store's folder. They are computed from keys and digests and parsed strictly."""
+"""The file names in a store's folder: made from keys and digests, and parsed strictly."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def record_name(key: RolloutKey) -> str:
 
 
 def part_name(key: RolloutKey, digest: str) -> str:
-    """A Parquet file of the entry, named after its content."""
+    """A Parquet file of an entry, named after the digest of its content."""
     return f"gen_{key.gen_batch:03d}.{digest}.parquet"
 
 
 def set_aside_name(name: str, token: str) -> str:
-    """A record or part of an entry that was set aside because it could not be read."""
+    """The name of a record or a part once its entry has been set aside."""
     return f"{name}.{token}.corrupt"
 
 
 def parse_folder(name: str) -> int | None:
-    """The step of an entry folder, or None if it has another name."""
-    return _number(_STEP, name)
+    """The step of a step folder, or None if the name is not that of a step folder."""
+    return _match_number(_STEP, name)
 
 
 def parse_record(name: str) -> int | None:
-    """The generation batch of a record, or None if the file has another name."""
-    return _number(rf"{_BATCH}\.json", name)
+    """The generation batch of a record, or None if the name is not that of a record."""
+    return _match_number(rf"{_BATCH}\.json", name)
 
 
 def parse_part(name: str) -> int | None:
-    """The generation batch of a part, or None if the file has another name."""
-    return _number(rf"{_BATCH}\.{_DIGEST}\.parquet", name)
+    """The generation batch of a part, or None if the name is not that of a part."""
+    return _match_number(rf"{_BATCH}\.{_DIGEST}\.parquet", name)
 
 
 def is_set_aside(name: str) -> bool:
@@ -52,14 +52,14 @@ def is_set_aside(name: str) -> bool:
 
 
 def is_old_part(name: str) -> bool:
-    """Whether a file is a Parquet file of format 1, which had one per entry."""
-    return _number(rf"{_BATCH}\.parquet", name) is not None
+    """Whether a file is a Parquet file of format 1, which had exactly one per entry."""
+    return _match_number(rf"{_BATCH}\.parquet", name) is not None
 
 
 def is_digest(text: object) -> bool:
     return isinstance(text, str) and re.fullmatch(_DIGEST, text) is not None
 
 
-def _number(pattern: str, name: str) -> int | None:
+def _match_number(pattern: str, name: str) -> int | None:
     match = re.fullmatch(pattern, name)
     return int(match[1]) if match else None

@@ -1,7 +1,7 @@
-"""Writes files that appear under their name only when complete, and JSON with a checksum.
+"""Writes files that appear only when they are complete, and JSON with a checksum.
 
-``publish`` writes a small file on any storage. ``new_file`` and ``put_folder`` write local files for
-the user. They follow symbolic links, so that a link stays a link, and write to devices and named pipes directly.
+``publish`` writes a small file to any storage. ``new_file`` and ``put_folder`` write the local files that a user asks
+for. ``new_file`` follows symbolic links, so a link stays a link, and writes directly to devices and named pipes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _CHECKSUM = b',\n  "checksum": "'
 
 
 def publish(storage: Storage, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
-    """Write a file to a storage. Raises ``FileExistsError`` if it exists and ``replace`` is not set."""
+    """Write a file to a storage. Raises ``FileExistsError`` if the file exists and ``replace`` is False."""
     with storage.stage(folder) as staged:
         staged.write(data)
         storage.publish(staged, name, replace)
 
 
 def sealed_json(fields: dict[str, Any], **options: Any) -> bytes:
-    """Encode a JSON object that ends with a checksum of everything before it. ``options`` go to ``json.dumps``."""
+    """Encode a JSON object that ends with a checksum of its other fields. ``options`` are passed to ``json.dumps``."""
     body = json.dumps(fields, indent=2, **options).encode("utf-8", "surrogatepass")
     return body.removesuffix(b"\n}") + _CHECKSUM + _checksum(body) + b'"\n}\n'
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether the bytes are unchanged output of ``sealed_json``."""
+    """Whether these bytes are the unchanged output of ``sealed_json``."""
     body, _, end = data.rpartition(_CHECKSUM)
     return end == _checksum(body + b"\n}") + b'"\n}\n'
 
@@ -47,7 +47,7 @@ def _checksum(body: bytes) -> bytes:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. It replaces ``path`` when the block ends without an error."""
+    """Yield a temporary path to write to. The file replaces ``path`` if the block ends without an error."""
     if path.exists() and not path.is_file():
         yield path
         return
@@ -61,14 +61,14 @@ def new_file(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def put_folder(made: Path, target: Path, aside: Path) -> None:
-    """Rename a complete folder to ``target``. An existing one is moved to ``aside`` first, and back on failure."""
-    replaced = target.exists()
-    if replaced:
-        os.rename(target, aside)
+def put_folder(complete: Path, target: Path, backup: Path) -> None:
+    """Rename a complete folder to ``target``. An existing folder is renamed to ``backup``, and back on failure."""
+    has_backup = target.exists()
+    if has_backup:
+        os.rename(target, backup)
     try:
-        os.rename(made, target)
+        os.rename(complete, target)
     except OSError:
-        if replaced:
-            os.rename(aside, target)
+        if has_backup:
+            os.rename(backup, target)
         raise

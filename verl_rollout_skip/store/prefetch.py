@@ -1,4 +1,4 @@
-"""Loads one entry in advance: while the current step trains, or while the workers of a training start."""
+"""Loads one entry in advance, while the current step trains or while the workers of a training start."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
 
-_EXIT_SECONDS = 10.0
-# `Thread.start` waits until the new thread runs, and gets the interpreter lock back when that thread releases it:
-# immediately if it sleeps first, after 5 ms if it runs Python code.
+_EXIT_TIMEOUT_SECONDS = 10.0
+# `Thread.start` waits until the new thread runs, and continues when that thread releases the GIL: immediately if the
+# thread sleeps first, but only after 5 ms if it runs Python code.
 _YIELD_SECONDS = 0.001
 
 
 class Prefetcher(Generic[Loaded]):
-    """Keeps at most one entry. Starting to load another one drops it."""
+    """Holds at most one entry. Starting to load another one drops it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,20 +44,20 @@ class Prefetcher(Generic[Loaded]):
                 _running.add(self._current[1])
 
     def take(self, key: RolloutKey) -> Loaded | None:
-        """Wait for the entry, return it and forget it; None if it was not started or failed."""
+        """Wait for the entry, return it and release it. Returns None if it is not being loaded or failed to load."""
         with self._lock:
             current, self._current = self._current, None
         if current is None or current[0] != key:
             return None
         error = current[1].exception()
         if error is not None:
-            # The caller loads the entry itself, and gets the error or an entry recorded in the meantime.
+            # The caller then loads the entry, and gets the same error or an entry that was recorded in the meantime.
             logger.debug("%s could not be prefetched: %s", key, error)
             return None
         return current[1].result()
 
     def drop(self, key: RolloutKey | None = None) -> None:
-        """Forget the entry; if ``key`` is given, only if it is the entry of that key."""
+        """Release the entry. With a ``key``, release it only if it is the entry of that key."""
         with self._lock:
             if self._current is not None and key in (None, self._current[0]):
                 self._current = None
@@ -68,5 +68,5 @@ _running: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Wait, because a thread that still decodes while the interpreter shuts down can crash the process."""
-    wait(list(_running), timeout=_EXIT_SECONDS)
+    """Wait for running loads: a thread that decodes while the interpreter shuts down can crash the process."""
+    wait(list(_running), timeout=_EXIT_TIMEOUT_SECONDS)

@@ -1,7 +1,7 @@
-"""The record of one entry: a list of its parts, and metadata of the rollout that can be read without opening them.
+"""The record of one entry: its parts, and metadata of the rollout that is available without opening them.
 
-The record is also the commit: an entry exists if and only if its record does (``commit.py``). It is readable JSON that
-ends with a checksum, so that any changed byte is detected.
+The record is also the commit: an entry exists if and only if its record does (``commit.py``). A record is readable JSON
+with a checksum at its end, so any changed byte is detected.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class RecordedPart:
 
 @dataclass(frozen=True)
 class EntryRecord:
-    """What was recorded under a key. An entry is the rows of its ``parts`` in order. The caller sets ``info``.
+    """What was recorded under a key: the rows of its ``parts``, in order. ``info`` is the caller's metadata.
 
-    ``content`` is a digest of only the recorded values: two entries with the same content contain the same rollout,
-    even if their timings and uids differ.
+    ``content`` is a digest of the recorded values without timings and uids: two entries with equal ``content`` contain
+    the same rollout.
     """
 
     key: RolloutKey
@@ -61,7 +61,7 @@ class EntryRecord:
 
     @property
     def bytes(self) -> int:
-        """The size of the parts on disk. Identical parts share a file, which counts once."""
+        """The size of the parts on disk. A file that is listed more than once counts once."""
         return sum({part.file: part.bytes for part in self.parts}.values())
 
 
@@ -97,16 +97,16 @@ def record_bytes(record: EntryRecord) -> bytes:
 
 
 def parse_record(data: bytes, key: RolloutKey) -> EntryRecord:
-    """Parse and check untrusted bytes, the inverse of ``record_bytes``. They must be the record of ``key``."""
+    """Parse and check the record of ``key`` from untrusted bytes. The inverse of ``record_bytes``."""
     try:
         fields = json.loads(data)
         check_version(fields["format_version"])
         if not is_sealed(data):
             raise CorruptEntryError("Its checksum is wrong: it was damaged or edited.")
         del fields["format_version"]
-        known = {field.name: fields[field.name] for field in dataclass_fields(EntryRecord)}
-        known |= {"key": RolloutKey(**fields["key"]), "parts": tuple(_parse_part(part) for part in fields["parts"])}
-        record = EntryRecord(**known)
+        arguments = {field.name: fields[field.name] for field in dataclass_fields(EntryRecord)}
+        arguments |= {"key": RolloutKey(**fields["key"]), "parts": tuple(_parse_part(part) for part in fields["parts"])}
+        record = EntryRecord(**arguments)
     except UnreadableEntryError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -122,12 +122,14 @@ def _parse_part(fields: dict[str, Any]) -> RecordedPart:
 
 
 def _check_parts(record: EntryRecord) -> None:
-    """Check row and byte counts, and that part names match key and digest, so a record cannot refer to another file."""
+    """Check the counts, and that each part is named after key and digest, so that a record cannot list other files."""
     for part in record.parts:
         if not names.is_digest(part.digest) or part.file != names.part_name(record.key, part.digest):
             raise CorruptEntryError(f"It lists {part.file!r}, which is not the name of a part of {record.key}.")
         if any(type(number) is not int or number < 0 for number in (part.rows, part.bytes)):
             raise CorruptEntryError(f"It lists {part.file} with {part.rows!r} rows and {part.bytes!r} bytes.")
     if not record.parts or sum(part.rows for part in record.parts) != record.rows:
-        found = [part.rows for part in record.parts]
-        raise CorruptEntryError(f"It says {record.rows!r} rows, but lists parts of {found} rows.")
+        part_rows = [part.rows for part in record.parts]
+        raise CorruptEntryError(
+            f"It says that the entry has {record.rows!r} rows, but the parts that it lists have {part_rows}."
+        )

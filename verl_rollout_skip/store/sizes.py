@@ -13,7 +13,7 @@ _UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", 
 
 
 def parse_size(value: int | str, name: str) -> int:
-    """The number of bytes in 1000000, "200GB" or "1.5 TiB". ``name`` is the setting to name in the error."""
+    """The number of bytes in 1000000, "200GB" or "1.5 TiB". ``name`` is the name of the setting, for the error."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     unit = match[2].upper() if match else None
     if isinstance(value, bool) or match is None or unit not in _UNITS:
@@ -22,7 +22,7 @@ def parse_size(value: int | str, name: str) -> int:
 
 
 def format_size(size: float) -> str:
-    """A size for messages: 23.4 MB."""
+    """Format a size for messages: ``23.4 MB``."""
     for unit in ("B", "KB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""Threads for work that numpy and Arrow do outside the interpreter lock.
+"""Threads for work that numpy and Arrow do without holding the GIL.
 
-These are daemon threads rather than executors: an executor rejects work while the interpreter exits, when the last
-dumps are still being encoded, and prevents a process whose load hangs from exiting.
+These are daemon threads rather than executors, for two reasons: an executor rejects work while the interpreter exits,
+while the last dumps are still being encoded; and it keeps a process with a hanging load from exiting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def worker_count() -> int:
-    """The number of threads worth starting on this machine or in this container."""
+    """How many threads are worth starting on this machine or in this container."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -31,7 +31,7 @@ def start_thread(function: Callable[[], Result], name: str) -> Future[Result]:
 
 
 def in_thread(function: Callable[[], Result]) -> Future[Result]:
-    """Call a function on a new thread if there are several cores, otherwise on this one before returning."""
+    """Call a function on a new thread if there are several cores, and otherwise on this thread before returning."""
     if worker_count() > 1:
         with contextlib.suppress(RuntimeError):  # out of threads, or the interpreter is exiting
             return start_thread(function, "rollout-skip-digest")
@@ -41,16 +41,16 @@ def in_thread(function: Callable[[], Result]) -> Future[Result]:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """``[function(item) for item in items]``, several at a time, started in order; raises the first exception."""
+    """``[function(item) for item in items]``, several at a time. Items are started in order; raises the first error."""
     results: list[Future[Result]] = [Future() for _ in items]
-    waiting = iter(range(len(items)))  # each thread takes the next one, so every item is processed exactly once
+    remaining = iter(range(len(items)))  # shared by all threads, so every item is processed exactly once
 
     def work() -> None:
-        for index in waiting:
+        for index in remaining:
             _fulfill(results[index], partial(function, items[index]))
 
     helpers = []
-    with contextlib.suppress(RuntimeError):  # out of threads: the current one does the rest
+    with contextlib.suppress(RuntimeError):  # out of threads: this one processes the rest
         for _ in range(min(worker_count(), len(items)) - 1):
             helpers.append(start_thread(work, "rollout-skip-codec"))
     work()

@@ -1,7 +1,7 @@
 """Writes in the background: on one thread, in order, with a limit on queued memory.
 
-A failure is logged when it happens and raised once, by the next call or by ``close``. The executor finishes its queue
-before the interpreter exits, so accepted jobs are written even without ``close``.
+A failure is logged when it happens, and raised once, by the next call or by ``close``. The executor finishes its queue
+before the interpreter exits, so queued jobs are written even without ``close``.
 """
 
 from __future__ import annotations
@@ -33,55 +33,55 @@ class Job:
 class BackgroundWriter:
     """Runs jobs one after another on its own thread.
 
-    ``submit`` returns immediately if at most ``max_pending_bytes`` are queued, and otherwise blocks until there is
-    room. A job larger than this limit is accepted when the queue is empty.
+    ``submit`` returns immediately unless more than ``max_pending_bytes`` would be queued. Then it blocks until there is
+    room. A job larger than the limit is accepted once the queue is empty.
     """
 
     def __init__(self, max_pending_bytes: int) -> None:
         self._max_pending_bytes = max_pending_bytes
         self._closed = False
-        self._start_over()
+        self._reset()
         _writers.add(self)
 
-    def _start_over(self) -> None:
+    def _reset(self) -> None:
         self._jobs: list[Job] = []
         self._failures: list[tuple[RolloutKey, BaseException]] = []
         self._changed = threading.Condition()
-        self._executor = _one_thread()
+        self._executor = _new_executor()
 
     def submit(self, job: Job) -> None:
-        """Queue a job. It is accepted even if this raises ``DumpError`` for an earlier one."""
+        """Queue a job. The job is queued even if this call raises ``DumpError`` for an earlier one."""
         with self._changed:
             if not self._has_room(job):
-                logger.debug("%s is waiting: %s are being written", job.key, format_size(self._pending_bytes))
+                logger.debug("%s is waiting: %s are queued", job.key, format_size(self._pending_bytes))
                 self._changed.wait_for(lambda: self._closed or self._has_room(job))
             self.raise_if_closed(job.key)
-            failures = self._take_failures()  # only of earlier jobs: this one may fail before we return
+            failures = self._take_failures()  # of earlier jobs only: this one may fail before we return
             self._jobs.append(job)
             try:
                 self._executor.submit(self._run, job)
-            except RuntimeError:  # out of threads, or an exit handler writes after the executor stopped
-                self._executor = _one_thread()
+            except RuntimeError:  # out of threads, or called by an exit handler after the executor has stopped
+                self._executor = _new_executor()
                 self._run(job)
-        _raise(failures)
+        _raise_dump_error(failures)
 
     def raise_if_closed(self, key: RolloutKey) -> None:
         if self._closed:
             raise DumpError(f"{key} was not written: the store is closed. Open it again to write.")
 
     def wait(self, key: RolloutKey) -> None:
-        """Wait until no job of this key is queued or running."""
+        """Wait until no job for this key is queued or running."""
         with self._changed:
             self._changed.wait_for(lambda: all(job.key != key for job in self._jobs))
 
     def flush(self) -> None:
-        """Wait until everything is written. Raises ``DumpError`` for failed jobs."""
+        """Wait until all jobs have ended. Raises ``DumpError`` for failed jobs."""
         with self._changed:
             self._changed.wait_for(lambda: not self._jobs)
         self.raise_failures()
 
     def close(self) -> None:
-        """Write all queued jobs and stop the thread. Raises ``DumpError`` for failed jobs. Can be called again."""
+        """Finish all queued jobs and stop the thread. Raises ``DumpError`` for failed jobs. May be called again."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -92,7 +92,7 @@ class BackgroundWriter:
         """Raise ``DumpError`` for jobs that failed since the last call, if any."""
         with self._changed:
             failures = self._take_failures()
-        _raise(failures)
+        _raise_dump_error(failures)
 
     @property
     def _pending_bytes(self) -> int:
@@ -119,11 +119,11 @@ class BackgroundWriter:
             self._changed.notify_all()
 
 
-def _one_thread() -> ThreadPoolExecutor:
+def _new_executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="rollout-skip-writer")
 
 
-def _raise(failures: list[tuple[RolloutKey, BaseException]]) -> None:
+def _raise_dump_error(failures: list[tuple[RolloutKey, BaseException]]) -> None:
     if failures:
         raise DumpError.of(failures) from failures[0][1]
 
@@ -131,10 +131,10 @@ def _raise(failures: list[tuple[RolloutKey, BaseException]]) -> None:
 _writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
 
 
-def _start_over_in_child() -> None:
-    """A forked child does not have its parent's thread, and must not write its parent's jobs."""
+def _reset_in_child() -> None:
+    """A forked child has no writer thread, and must not write its parent's jobs."""
     for writer in _writers:
-        writer._start_over()
+        writer._reset()
 
 
-os.register_at_fork(after_in_child=_start_over_in_child)
+os.register_at_fork(after_in_child=_reset_in_child)

@@ -150,7 +150,7 @@ def _export_dataset(rollouts: Rollouts, decoder: TextDecoder, out: Path, overwri
         dataset = Dataset.from_parquet(str(file), cache_dir=str(Path(folder, "cache")))
         dataset.save_to_disk(str(Path(folder, "made")))
         del dataset
-        put_folder(Path(folder, "made"), out, aside=Path(folder, "replaced"))
+        put_folder(Path(folder, "made"), out, backup=Path(folder, "replaced"))
 
 
 def _is_replaceable(folder: Path) -> bool:

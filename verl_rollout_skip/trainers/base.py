@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_rollout_skip.config.modes import Mode
-from verl_rollout_skip.config.skip_config import SkipConfig
+from verl_rollout_skip.config.skip_config import BLOCK, SkipConfig
 from verl_rollout_skip.errors import InertError, UnsupportedTrainerError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.replay.rollout import RolloutSkip
@@ -83,6 +83,17 @@ class SkipMixin(FitHooks):
         self._samples = SampleLog(config, self.rollout_skip.settings.log_samples)
         self._weight_sync = None
         self._rollout_keys = KeyCounter()
+
+    def _report_off(self, config: DictConfig) -> None:
+        """Log that nothing is recorded or replayed, and how to change that."""
+        logger.info(
+            "%s records and replays nothing, because %s. To record, set %s.mode=cache and %s.dump_dir (with a plus "
+            "sign if the configuration has no such block).",
+            type(self).__name__,
+            f"{BLOCK}.mode is off" if BLOCK in config else f"the configuration has no block {BLOCK}",
+            BLOCK,
+            BLOCK,
+        )
 
     @property
     def _is_on(self) -> bool:

@@ -287,7 +287,7 @@ def test_what_an_image_says_of_itself_is_kept_as_far_as_it_is_plain() -> None:
 def test_an_image_in_an_unknown_mode_is_refused_by_that_mode() -> None:
     image = Image.new("RGB", (2, 2))
     image._mode = "BGR;24"
-    with pytest.raises(UnsupportedBatchError, match=r"x\[0\]\['images'\]\[0\]: a PIL image of mode 'BGR;24'. Convert"):
+    with pytest.raises(UnsupportedBatchError, match=r"x\[0\]\['images'\]\[0\]: it is a PIL image of mode 'BGR;24'"):
         dump(data_proto(x=[{"images": [image]}]))
 
 

@@ -423,7 +423,7 @@ def with_description(data: bytes, change: dict[str, Any]) -> bytes:
 
 
 def test_a_parquet_file_of_somebody_else_is_named_as_such() -> None:
-    with pytest.raises(CorruptEntryError, match="not one that this package wrote"):
+    with pytest.raises(CorruptEntryError, match="this package did not write it"):
         codec.Reader([foreign_file()], 1 << 30)
 
 
@@ -459,7 +459,7 @@ def test_the_memory_that_loading_takes_is_bounded() -> None:
 
 
 def test_input_and_output_must_have_the_same_rows() -> None:
-    with pytest.raises(StoreError, match="4 rows and the output 8"):
+    with pytest.raises(StoreError, match="4 rows, and the output has 8"):
         codec.prepare(rollout_output(8), rollout_input(4))
 
 
@@ -521,7 +521,7 @@ def test_two_batches_whose_meta_info_fills_the_description_are_refused(monkeypat
     batch, given = (data_proto(x=np.arange(2)) for _ in range(2))
     batch.meta_info["x"] = given.meta_info["x"] = '"' * 1500
     codec.Plan(codec.prepare(batch))
-    with pytest.raises(UnsupportedBatchError, match=r"description of .* could not be read back"):
+    with pytest.raises(UnsupportedBatchError, match=r"description of .* cannot be read"):
         codec.Plan(codec.prepare(batch, given))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.batches import assert_comes_back, bits_of, data_proto, dump
 from verl_rollout_skip.errors import UnsupportedBatchError
-from verl_rollout_skip.store.codec.dtypes import as_integers, from_stored, narrower, same_bits, to_stored
+from verl_rollout_skip.store.codec.dtypes import as_integers, from_stored, narrow_element, same_bits, to_stored
 from verl_rollout_skip.store.codec.encodings import Encoding, Form
 from verl_rollout_skip.store.codec.numbers import (
     TORCH_DTYPES,
@@ -40,7 +40,7 @@ def every_pattern(name: str) -> torch.Tensor:
 def test_every_bit_pattern_survives_storage(name: str) -> None:
     tensor = every_pattern(name)
     element, bits = element_of(tensor, "x")
-    element = narrower(element, bits)
+    element = narrow_element(element, bits)
     stored = to_stored(element, bits)
     assert stored.dtype == np.dtype(element.stored)
     back = make_column(Encoding(Form.DENSE, element, ()), from_stored(element, stored), {})
@@ -83,7 +83,7 @@ def test_bits_share_memory_with_a_contiguous_tensor(name: str) -> None:
 )
 def test_numbers_are_stored_as_narrow_as_is_exact(values: Any, stored: str) -> None:
     element, bits = element_of(values, "x")
-    assert narrower(element, bits).stored == stored
+    assert narrow_element(element, bits).stored == stored
 
 
 def test_half_precision_reads_as_the_same_numbers_for_everyone() -> None:

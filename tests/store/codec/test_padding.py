@@ -7,7 +7,7 @@ import pytest
 
 from verl_rollout_skip.store.codec.dtypes import Element
 from verl_rollout_skip.store.codec.encodings import Encoding, Form
-from verl_rollout_skip.store.codec.numbers import is_proved
+from verl_rollout_skip.store.codec.numbers import is_lossless
 from verl_rollout_skip.store.codec.padding import Spans, find_spans, row_chunks
 
 EVERYTHING = slice(None)
@@ -88,11 +88,11 @@ def test_a_rule_is_proved_by_every_element() -> None:
     spans = Spans(3, 4, np.array([2, 3]), np.array([1, 4]))
     positions = spans.positions("counted", EVERYTHING).astype(np.int64)
     encoding = Encoding(Form.POSITIONS, Element("torch", "int64", "int64"), (7,), rule="counted")
-    assert is_proved(encoding, positions, spans, {}.get)
+    assert is_lossless(encoding, positions, spans, {}.get)
     for index in np.ndindex(positions.shape):
         wrong = positions.copy()
         wrong[index] += 1
-        assert not is_proved(encoding, wrong, spans, {}.get)
+        assert not is_lossless(encoding, wrong, spans, {}.get)
 
 
 @pytest.mark.parametrize(("rows", "row_bytes"), [(0, 8), (1, 1 << 30), (1000, 100_000), (5, 0)])

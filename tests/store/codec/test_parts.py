@@ -343,7 +343,7 @@ def test_sizes_that_are_given_for_a_column_of_another_name_are_refused(monkeypat
     codec.Reader([data], 1 << 30)
     false = [replace(chunks[0], path=chunks[0].path + "x"), *chunks[1:]]
     monkeypatch.setattr(part, "read_columns", lambda _: false)
-    with pytest.raises(CorruptEntryError, match="not those of its schema"):
+    with pytest.raises(CorruptEntryError, match="do not match its schema"):
         codec.Reader([data], 1 << 30)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-
 _CHUNK = 1 << 20
 """Values per pass: they fit into the processor's cache."""
 

@@ -1,6 +1,6 @@
-"""Rollouts to Parquet and back: ``prepare`` and ``Plan`` write, ``Reader`` reads.
+"""Converts rollouts to Parquet and back: ``prepare`` and ``Plan`` write, ``Reader`` reads.
 
-The names are imported lazily: they need torch, and code that only reads columns does not.
+These names are imported lazily, because they need torch, and code that only reads columns does not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from verl_rollout_skip.store.codec.encoder import Plan, Summary
     from verl_rollout_skip.store.codec.snapshot import BatchSnapshot, Copy, Prepared, Proof, prepare, take_snapshot
 
-_HOMES = {
+_MODULE_OF = {
     **dict.fromkeys(("BatchSnapshot", "Copy", "Prepared", "Proof", "prepare", "take_snapshot"), "snapshot"),
     **dict.fromkeys(("Plan", "Summary"), "encoder"),
     "Reader": "decoder",
@@ -36,6 +36,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,7 +1,7 @@
-"""verl's two kinds of batch, flattened into one neutral ``Batch`` and back.
+"""Converts verl's two kinds of batch to one neutral, flat ``Batch`` and back.
 
-``DataProto`` is recognized by its attributes, so this module works without verl, which is imported only to
-rebuild one. Nothing here copies tensor data: a flattened batch shares storage with the original.
+``DataProto`` is recognized by its attributes, so this module works without verl, which is imported only to rebuild a
+``DataProto``. Tensor data is never copied: a flattened batch shares storage with the original.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from verl_rollout_skip.errors import UnsupportedBatchError
+from verl_rollout_skip.store.codec.cells import describe_type
 
 Path = tuple[str, ...]
 
@@ -27,17 +28,17 @@ class BatchKind(str, Enum):
     DATAPROTO = "DataProto"
     """verl's DataProto: tensors, numpy arrays and meta_info."""
     TENSORDICT = "TensorDict"
-    """A TensorDict, as verl's V1 trainers and TransferQueue use it; readable without verl."""
+    """A TensorDict, which verl's V1 trainers and TransferQueue use. It can be read without verl."""
 
 
 @dataclass
 class Batch:
     """A flattened batch.
 
-    ``tensors`` and ``arrays`` have one row per trajectory and are keyed by path (nested TensorDicts have paths of
-    several components); ``meta`` belongs to the batch as a whole. ``order`` is the order of all keys of a TensorDict,
-    including nested ones. ``nodes`` maps each nested TensorDict to its batch size, the root under the empty path; it is
-    empty for a DataProto without tensors.
+    ``tensors`` and ``arrays`` have one row per trajectory. Their keys are paths, with several components in nested
+    TensorDicts. ``meta`` belongs to the whole batch. ``order`` is the order of all keys of a TensorDict, including
+    nested ones. ``nodes`` maps the path of each nested TensorDict to its batch size. The root has the empty path; it is
+    missing if a DataProto has no tensors.
     """
 
     kind: BatchKind
@@ -58,7 +59,7 @@ def flatten(batch: Any) -> Batch:
         flat = _flatten_dataproto(batch)
     else:
         raise UnsupportedBatchError(
-            f"Cannot store a {_type_name(batch)} as a rollout. Pass verl's DataProto or a tensordict.TensorDict."
+            f"Cannot store {describe_type(batch)} as a rollout. Pass verl's DataProto or a tensordict.TensorDict."
         )
     for path in [*flat.order, *flat.arrays, *flat.nodes]:
         try:
@@ -74,7 +75,7 @@ def unflatten(batch: Batch, kind: BatchKind | None = None) -> Any:
         if batch.kind is not BatchKind.DATAPROTO:
             raise UnsupportedBatchError(
                 "This rollout was recorded as a TensorDict and cannot be returned as a DataProto. "
-                "Leave `kind` out to get it as it was recorded."
+                "Omit `kind` to get a TensorDict."
             )
         return _make_dataproto(batch)
     return _make_tensordict(batch)
@@ -86,7 +87,7 @@ def _flatten_dataproto(proto: Any) -> Batch:
         if batch.arrays or batch.meta:
             keys = [".".join(path) for path in [*batch.arrays, *batch.meta]]
             raise UnsupportedBatchError(
-                f"DataProto.batch contains non-tensors under {keys}; they belong in non_tensor_batch."
+                f"DataProto.batch contains values other than tensors under {keys}. Move them to non_tensor_batch."
             )
     else:
         first = next(iter(proto.non_tensor_batch.values()), None)
@@ -95,11 +96,12 @@ def _flatten_dataproto(proto: Any) -> Batch:
     for key, array in proto.non_tensor_batch.items():
         if not isinstance(key, str) or not isinstance(array, np.ndarray):
             raise UnsupportedBatchError(
-                f"non_tensor_batch[{key!r}] is a {_type_name(array)}; DataProto stores numpy arrays under string keys."
+                f"non_tensor_batch[{key!r}] is {describe_type(array)}. Only numpy arrays under string keys are stored."
             )
         if array.ndim == 0 or len(array) != batch.rows:
             raise UnsupportedBatchError(
-                f"non_tensor_batch[{key!r}] has shape {array.shape}, but the batch has {batch.rows} rows."
+                f"non_tensor_batch[{key!r}] has shape {array.shape}, but the batch has {batch.rows} rows. Its first "
+                "dimension must be the rows."
             )
         batch.arrays[(key,)] = array
     batch.meta = dict(proto.meta_info)
@@ -126,7 +128,7 @@ def _flatten_tensordict(tensordict: TensorDict) -> Batch:
             batch.meta[path] = value.data
         else:
             raise UnsupportedBatchError(
-                f"TensorDict key {'.'.join(path)!r} is a {_type_name(value)}; only tensors, nested TensorDicts, "
+                f"TensorDict key {'.'.join(path)!r} is {describe_type(value)}. Only tensors, nested TensorDicts, "
                 "NonTensorData and, with one batch dimension, NonTensorStack can be stored."
             )
     return batch
@@ -134,21 +136,21 @@ def _flatten_tensordict(tensordict: TensorDict) -> Batch:
 
 def _leaves(node: TensorDict, path: Path, nodes: dict[Path, tuple[int, ...]]) -> Iterator[tuple[Path, Any]]:
     nodes[path] = tuple(int(size) for size in node.batch_size)
-    # `get` keeps NonTensorData wrapped, `items` and `[]` would unwrap it.
-    for key in node.keys():  # noqa: SIM118 - iterating a TensorDict walks its rows
+    # `items` and `[]` would unwrap NonTensorData; `get` does not.
+    for key in node.keys():  # noqa: SIM118 - iterating over a TensorDict yields its rows
         value = node.get(key)
-        here = (*path, key)
-        yield here, value
+        child_path = (*path, key)
+        yield child_path, value
         if isinstance(value, TensorDict):
-            yield from _leaves(value, here, nodes)
+            yield from _leaves(value, child_path, nodes)
 
 
 def _make_dataproto(batch: Batch) -> Any:
     try:
         from verl import DataProto
     except ImportError as error:
-        text = f'verl is installed but cannot be imported ({error}); kind="TensorDict" needs no verl'
-        raise ImportError(text) from error
+        message = f'verl is installed but cannot be imported ({error}). kind="TensorDict" works without verl.'
+        raise ImportError(message) from error
     tensors = _nest(batch) if () in batch.nodes else None
     return DataProto(
         batch=tensors,
@@ -163,14 +165,17 @@ def _make_tensordict(batch: Batch) -> TensorDict:
     # Like verl's DataProto.to_tensordict: a NonTensorStack for an array, NonTensorData for meta_info.
     meta = {(str(key),): value for key, value in batch.meta.items()}
     order = [*batch.order, *batch.arrays, *((str(key),) for key in batch.meta)]
-    twice = [path for path, count in Counter(order).items() if count > 1]
-    if twice:
-        name = ".".join(twice[0])
-        raise UnsupportedBatchError(f"{name!r} is in more than one part of the DataProto; a TensorDict has only one.")
+    duplicates = [path for path, count in Counter(order).items() if count > 1]
+    if duplicates:
+        name = ".".join(duplicates[0])
+        raise UnsupportedBatchError(
+            f"{name!r} is in more than one of batch, non_tensor_batch and meta_info, but a TensorDict has unique keys. "
+            "Read it as a DataProto."
+        )
     return _nest(replace(batch, order=order, meta=meta))
 
 
-def _leaf(batch: Batch, path: Path) -> Any:
+def _value_at(batch: Batch, path: Path) -> Any:
     if path in batch.nodes:
         return TensorDict({}, batch_size=batch.nodes[path], device=batch.device)
     if path in batch.tensors:
@@ -180,21 +185,17 @@ def _leaf(batch: Batch, path: Path) -> Any:
 
 def _stack(array: np.ndarray) -> NonTensorStack:
     if len(array) == 0:
-        raise UnsupportedBatchError("A TensorDict of 0 rows cannot contain non-tensors; read it as a DataProto.")
+        raise UnsupportedBatchError("A TensorDict of 0 rows can only contain tensors. Read it as a DataProto.")
     return NonTensorStack.from_list([NonTensorData(cell) for cell in array])
 
 
 def _nest(batch: Batch) -> TensorDict:
-    """Build the TensorDict and its nested ones, key by key in order: a nested one comes before its own keys."""
+    """Build a TensorDict and the nested ones in it. In ``order``, a nested TensorDict precedes its own keys."""
     root = TensorDict({}, batch_size=batch.nodes.get((), (batch.rows,)), device=batch.device)
-    made: dict[Path, TensorDict] = {(): root}
+    built: dict[Path, TensorDict] = {(): root}
     for path in batch.order:
-        parent = made[path[:-1]]
-        parent.set(path[-1], _leaf(batch, path))
+        parent = built[path[:-1]]
+        parent.set(path[-1], _value_at(batch, path))
         if path in batch.nodes:
-            made[path] = parent.get(path[-1])
+            built[path] = parent.get(path[-1])
     return root
-
-
-def _type_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"

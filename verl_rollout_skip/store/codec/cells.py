@@ -1,9 +1,9 @@
 """Python objects in cells and in meta_info, as readable JSON text that round-trips exactly.
 
-Values that JSON cannot express are written as ``{"$type": …}``: tuples, bytes, numpy and torch values, non-finite
-floats. Bulk data (arrays, tensors, images, bytes) is kept apart from the text as *blobs*. An unlisted type raises an
-error that names it: there is no fallback that could run code at load time. Torch is imported only to rebuild a tensor,
-so cells can be shown without it; Pillow only to rebuild an image.
+Values that JSON cannot represent are written as ``{"$type": …}``: tuples, bytes, numpy and torch values, non-finite
+floats. Bulk data (arrays, tensors, images, bytes) is stored separately from the text, as *blobs*. Any other type raises
+an error that names it: there is no fallback that could run code at load time. Torch is imported only to rebuild a
+tensor, and Pillow only to rebuild an image, so cells can be displayed without either.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
-from verl_rollout_skip.store.codec.dtypes import TORCH_BITS, natural
+from verl_rollout_skip.store.codec.dtypes import TORCH_BITS, checked_size
 
 TYPE = "$type"
 MAX_DEPTH = 100
-# Created once, because `json.dumps` creates one per call; the depth limit catches values that contain themselves.
+# Created once, because `json.dumps` creates one per call. MAX_DEPTH detects values that contain themselves.
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
 INT64 = range(-(2**63), 2**63)
 # Fixed-size numpy dtypes only: no objects, no structs.
@@ -40,63 +40,63 @@ _IMAGE_MODES = ("1", *_BYTES_PER_PIXEL)
 _PALETTE_MODES = ("P", "PA")
 
 Blob = Any
-"""Bulk data by reference: bytes, a numpy array, a tensor or an image; ``blob_view`` returns its bytes."""
+"""A reference to bulk data: bytes, a numpy array, a tensor or an image. ``blob_view`` returns its bytes."""
 
 
 @dataclass(frozen=True)
 class CellBlobs:
-    """The blobs of one cell, numbered as in its JSON text; ``numbers`` are their numbers in the part."""
+    """The blobs of one cell, in the order of its JSON text. ``numbers`` are their numbers in the part."""
 
-    make_blob: Callable[[int, Hashable, Callable[[Any], Any]], Any]
+    build_blob: Callable[[int, Hashable, Callable[[Any], Any]], Any]
     numbers: Sequence[int]
 
     @classmethod
     def of(cls, blobs: Sequence[bytes]) -> CellBlobs:
-        """Blobs that belong to a single cell."""
-        return cls(lambda number, kind, make: make(blobs[number]), range(len(blobs)))
+        """Wrap the blobs of a single cell that is not in a part."""
+        return cls(lambda number, kind, build: build(blobs[number]), range(len(blobs)))
 
-    def make(self, tag: dict[str, Any], kind: Hashable, make: Callable[[Any], Any]) -> Any:
-        """Call ``make`` on the blob of a tag; cells that ask for the same ``kind`` may share the result."""
-        return self.make_blob(self.numbers[natural(tag["blob"])], kind, make)
+    def make(self, tag: dict[str, Any], kind: Hashable, build: Callable[[Any], Any]) -> Any:
+        """Return ``build(blob)`` for the blob of a tag. Cells that request the same ``kind`` may share the result."""
+        return self.build_blob(self.numbers[checked_size(tag["blob"])], kind, build)
 
 
 def encode(value: Any, blobs: list[Blob], where: str) -> str:
-    """JSON text of one value; its bulk data is appended to ``blobs``."""
+    """Encode a value as JSON text, and append its bulk data to ``blobs``."""
     if type(value) is dict and not value:
-        return "{}"  # verl fills thousands of cells with it if there are no images
+        return "{}"  # common: verl fills thousands of cells with it if there are no images
     try:
         tree = value if _is_plain(value, MAX_DEPTH) else _tag(value, blobs, where, MAX_DEPTH)
         text = _JSON.encode(tree)
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError:
-        # A lone surrogate is not valid UTF-8, and two escaped ones in a row would decode as one character.
+        # A lone surrogate is not valid UTF-8. Escaping is not exact either: two in a row would decode as one character.
         blobs.clear()
         tree = _tag(value, blobs, where, MAX_DEPTH)
         text = _JSON.encode(tree)
     return text
 
 
-def decode(text: str, blobs: CellBlobs, for_people: bool = False) -> Any:
-    """The inverse of ``encode``. Malformed text raises ``CorruptEntryError``; decoding never runs code.
+def decode(text: str, blobs: CellBlobs, for_display: bool = False) -> Any:
+    """The inverse of ``encode``. Malformed text raises ``CorruptEntryError``. Decoding never runs code.
 
-    With ``for_people``, a tensor or an image becomes a placeholder such as ``(tensor float32 [3, 4])``.
+    With ``for_display``, tensors and images become placeholders such as ``(tensor float32 [3, 4])``.
     """
     try:
         value = json.loads(text)
-        return _untag(value, blobs, for_people) if f'"{TYPE}"' in text else value
+        return _untag(value, blobs, for_display) if f'"{TYPE}"' in text else value
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, struct.error) as error:
         raise CorruptEntryError(f"A stored cell is malformed ({error}): {text[:200]!r}") from error
 
 
 def encode_inline(value: Any, where: str) -> dict[str, Any]:
-    """Encode a value with its blobs inline: for meta_info, which has no column for them."""
+    """Encode a value together with its blobs, for meta_info, which has no column for them."""
     blobs: list[Blob] = []
     text = encode(value, blobs, where)
     return {"json": text, "blobs": [base64.b64encode(blob_view(blob)).decode() for blob in blobs]}
 
 
-def decode_inline(stored: dict[str, Any], for_people: bool = False) -> Any:
+def decode_inline(stored: dict[str, Any], for_display: bool = False) -> Any:
     """The inverse of ``encode_inline``."""
     try:
         blobs = CellBlobs.of([base64.b64decode(blob, validate=True) for blob in stored["blobs"]])
@@ -104,8 +104,8 @@ def decode_inline(stored: dict[str, Any], for_people: bool = False) -> Any:
         if type(text) is not str:
             raise ValueError(f"{text!r} is not JSON text")
     except (ValueError, TypeError, KeyError) as error:
-        raise CorruptEntryError(f"Stored meta_info is malformed: {error}") from error
-    return decode(text, blobs, for_people)
+        raise CorruptEntryError(f"The stored meta_info is malformed: {error}") from error
+    return decode(text, blobs, for_display)
 
 
 def blob_view(blob: Blob) -> Any:
@@ -122,7 +122,7 @@ def blob_view(blob: Blob) -> Any:
 
 
 def blob_size(blob: Blob) -> int:
-    """The size in bytes of ``blob_view``, without creating it."""
+    """The number of bytes that ``blob_view`` would return."""
     if isinstance(blob, bytes):
         return len(blob)
     if isinstance(blob, np.ndarray) or _is_tensor(blob):
@@ -139,7 +139,7 @@ def is_utf8(text: str) -> bool:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether JSON returns exactly this value, type for type."""
+    """Whether JSON preserves a value and all types in it exactly."""
     kind = type(value)
     if kind is str or value is None or kind is bool:
         return True
@@ -168,7 +168,7 @@ def _tag(value: Any, blobs: list[Blob], where: str, depth: int) -> Any:
         return value if math.isfinite(value) else {TYPE: "float", "hex": struct.pack(">d", value).hex()}
     if depth == 0:
         raise UnsupportedBatchError(
-            f"Cannot store {where}: it is nested more than {MAX_DEPTH} levels deep, or contains itself."
+            f"Cannot store {where}: it is nested more than {MAX_DEPTH} levels deep, or contains itself. Flatten it."
         )
     if kind in (list, tuple):
         items = [_tag(item, blobs, f"{where}[{index}]", depth - 1) for index, item in enumerate(value)]
@@ -214,20 +214,21 @@ def _tag_bulk(value: Any, blobs: list[Blob], where: str, depth: int) -> Any:
     if type(value).__module__.startswith("PIL.") and hasattr(value, "mode"):
         return _tag_image(value, blobs, where, depth)
     raise UnsupportedBatchError(
-        f"Cannot store {where}: {_describe(value)} has no exact representation on disk. Convert it to plain Python, "
-        "numpy or torch values (dict, list, tuple, str, bytes, int, float, bool, None, arrays, tensors, PIL images)."
+        f"Cannot store {where}: {describe_type(value)} has no exact representation on disk. Convert it to plain "
+        "Python, numpy or torch values (dict, list, tuple, str, bytes, int, float, bool, None, array, tensor) or PIL "
+        "images."
     )
 
 
 def _tag_image(image: Any, blobs: list[Blob], where: str, depth: int) -> dict[str, Any]:
-    """Pixels, palette, and the plain entries of ``info``, which affect how an image is processed (a transparent color,
-    the orientation in its Exif data). An image that was opened from a file comes back as a plain ``Image``."""
+    """Encode the pixels, the palette, and the plain values in ``info``, which affect how an image is processed (its
+    transparent color, the orientation in its Exif data). An image from a file is restored as a plain ``Image``."""
     if image.mode not in _IMAGE_MODES:
         raise UnsupportedBatchError(
-            f"Cannot store {where}: a PIL image of mode {image.mode!r}. Convert it to one of "
+            f"Cannot store {where}: it is a PIL image of mode {image.mode!r}. Convert it to one of "
             f'{", ".join(_IMAGE_MODES)}, for example with image.convert("RGB").'
         )
-    copy = image.copy()  # also loads an image that was only opened
+    copy = image.copy()  # also reads the pixels of an image that was only opened
     tag = {TYPE: "image", "mode": copy.mode, "size": list(copy.size), "blob": len(blobs)}
     blobs.append(copy)
     if copy.mode in _PALETTE_MODES:
@@ -244,23 +245,23 @@ def _is_plain_info(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # if it is not imported, nothing is a tensor
+    torch = sys.modules.get("torch")  # no value is a tensor if torch has not been imported
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _describe(value: Any) -> str:
+def describe_type(value: Any) -> str:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     dtype = getattr(value, "dtype", None)
     return f"a {name}" if dtype is None else f"a {name} of dtype {dtype}"
 
 
-def _untag(value: Any, blobs: CellBlobs, for_people: bool) -> Any:
+def _untag(value: Any, blobs: CellBlobs, for_display: bool) -> Any:
     if type(value) is list:
-        return [_untag(item, blobs, for_people) for item in value]
+        return [_untag(item, blobs, for_display) for item in value]
     if type(value) is not dict:
         return value
     if TYPE not in value:
-        return {key: _untag(item, blobs, for_people) for key, item in value.items()}
+        return {key: _untag(item, blobs, for_display) for key, item in value.items()}
     match value[TYPE]:
         case "str":
             return bytes.fromhex(value["hex"]).decode("utf-8", "surrogatepass")
@@ -271,24 +272,24 @@ def _untag(value: Any, blobs: CellBlobs, for_people: bool) -> Any:
         case "bytes":
             return blobs.make(value, "bytes", bytes)
         case "tuple":
-            return tuple(_untag(_items(value), blobs, for_people))
+            return tuple(_untag(_items(value), blobs, for_display))
         case "dict":
-            return dict(_untag(_items(value), blobs, for_people))
+            return dict(_untag(_items(value), blobs, for_display))
         case "numpy":
             return _read_numpy(value)
         case "ndarray" if value["dtype"] == "O":
-            items = _untag(_items(value), blobs, for_people)
-            return np.fromiter(items, object, len(items)).reshape([natural(size) for size in value["shape"]])
+            items = _untag(_items(value), blobs, for_display)
+            return np.fromiter(items, object, len(items)).reshape([checked_size(size) for size in value["shape"]])
         case "ndarray":
             return _read_array(value, numpy_dtype(value["dtype"]), blobs)
-        case "tensor" if for_people:
+        case "tensor" if for_display:
             return f"(tensor {value['dtype']} {value['shape']})"
-        case "image" if for_people:
+        case "image" if for_display:
             return f"(image {value['mode']} {value['size']})"
         case "tensor":
             return _read_array(value, TORCH_BITS[value["dtype"]], blobs)
         case "image":
-            return _read_image(value, blobs, _untag(value.get("info", {}), blobs, for_people))
+            return _read_image(value, blobs, _untag(value.get("info", {}), blobs, for_display))
     raise ValueError(f"unknown $type {value[TYPE]!r}")
 
 
@@ -296,53 +297,53 @@ def _read_numpy(tag: dict[str, Any]) -> Any:
     data = bytes.fromhex(tag["hex"])
     if tag["dtype"] == "U":
         return np.str_(data.decode("utf-8", "surrogatepass"))
-    return np.bytes_(data) if tag["dtype"] == "S" else _array(data, numpy_dtype(tag["dtype"]), ())[()]
+    return np.bytes_(data) if tag["dtype"] == "S" else _array_from_bytes(data, numpy_dtype(tag["dtype"]), ())[()]
 
 
 def _read_array(tag: dict[str, Any], dtype: np.dtype, blobs: CellBlobs) -> Any:
-    """An array, or a tensor built from its bits."""
-    shape = tuple(natural(size) for size in tag["shape"])
+    """Build an array or a tensor from the bytes of its blob."""
+    shape = tuple(checked_size(size) for size in tag["shape"])
 
-    def make(data: Any) -> Any:
+    def build(data: Any) -> Any:
         if tag[TYPE] == "ndarray":
-            return _array(data, dtype, shape)
+            return _array_from_bytes(data, dtype, shape)
         from verl_rollout_skip.store.codec.numbers import tensor_from_bits
 
-        return tensor_from_bits(_array(data, dtype, shape), tag["dtype"])
+        return tensor_from_bits(_array_from_bytes(data, dtype, shape), tag["dtype"])
 
-    return blobs.make(tag, (tag[TYPE], tag["dtype"], shape), make)
+    return blobs.make(tag, (tag[TYPE], tag["dtype"], shape), build)
 
 
-def _array(data: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Copy bytes of exactly the right size into a new array."""
+def _array_from_bytes(data: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Copy bytes into a new array. Raises ValueError unless their size is exactly right."""
     if len(data) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(data)} bytes are not an array of shape {shape} and dtype {dtype}")
+        raise ValueError(f"an array of shape {shape} and dtype {dtype} cannot have {len(data)} bytes")
     return np.frombuffer(data, dtype).reshape(shape).copy() if len(data) else np.empty(shape, dtype)
 
 
 def _read_image(tag: dict[str, Any], blobs: CellBlobs, info: Any) -> Any:
-    mode, palette, size = tag["mode"], tag.get("palette"), tuple(natural(size) for size in tag["size"])
+    mode, palette, size = tag["mode"], tag.get("palette"), tuple(checked_size(size) for size in tag["size"])
     if type(info) is not dict or len(size) != 2 or (palette is not None) != (mode in _PALETTE_MODES):
-        raise ValueError(f"an image of {size} in mode {mode} with the palette {palette} and the info {info!r}")
+        raise ValueError(f"an image of size {size} and mode {mode} cannot have palette {palette} and info {info!r}")
     colors = b"" if palette is None else blobs.make(palette, "bytes", bytes)
-    kind = "" if palette is None else palette["mode"]
-    if palette is not None and (kind not in ("RGB", "RGBA") or len(colors) > 256 * len(kind)):
-        raise ValueError(f"a palette of {len(colors)} bytes in mode {kind!r}")
+    palette_mode = "" if palette is None else palette["mode"]
+    if palette is not None and (palette_mode not in ("RGB", "RGBA") or len(colors) > 256 * len(palette_mode)):
+        raise ValueError(f"a palette of mode {palette_mode!r} cannot have {len(colors)} bytes")
 
-    def make(data: Any) -> Any:
-        needed = _pixel_bytes(mode, *size)  # checked before Pillow allocates
-        if needed != len(data):
-            raise ValueError(f"an image of {size} in mode {mode} needs {needed} bytes, {len(data)} are stored")
+    def build(data: Any) -> Any:
+        expected = _pixel_bytes(mode, *size)  # checked before Pillow allocates
+        if expected != len(data):
+            raise ValueError(f"an image of size {size} and mode {mode} cannot have {len(data)} bytes")
         from PIL import Image
 
         image = Image.frombytes(mode, size, bytes(data))
         if palette is not None:
-            image.putpalette(colors, kind)
+            image.putpalette(colors, palette_mode)
         image.info = info
         return image
 
-    # An image is shared together with its info, whose blobs may have other numbers in other cells.
-    return blobs.make(tag, ("image", mode, size, kind, colors, repr(info)), make)
+    # An image is shared together with its info, so the info is part of the kind.
+    return blobs.make(tag, ("image", mode, size, palette_mode, colors, repr(info)), build)
 
 
 def _pixel_bytes(mode: str, width: int, height: int) -> int:
@@ -352,11 +353,11 @@ def _pixel_bytes(mode: str, width: int, height: int) -> int:
 
 def _items(tag: dict[str, Any]) -> list[Any]:
     if type(tag["items"]) is not list:
-        raise ValueError(f"{tag['items']!r} is not a list of items")
+        raise ValueError(f"items is {tag['items']!r}, not a list")
     return tag["items"]
 
 
 def numpy_dtype(name: Any) -> np.dtype:
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
-        raise ValueError(f"{name!r} is not a dtype of plain numbers or text")
+        raise ValueError(f"{name!r} is not a numpy dtype of numbers or text")
     return np.dtype(name)

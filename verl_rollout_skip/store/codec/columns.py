@@ -1,7 +1,7 @@
-"""The Parquet columns of a rollout step: those of its keys, and those added for people, SQL and prompt checks.
+"""The Parquet columns of a rollout step: one or more per key, and some that are added for queries and prompt checks.
 
-Names: a key of the output keeps its name, inputs are ``in__<key>``, and columns that this package adds are
-``skip__<name>``; an output key that begins with one of these prefixes becomes ``out__<key>``.
+A key of the output keeps its name, a key of the input becomes ``in__<key>``, and columns that this package adds are
+named ``skip__<name>``. A key of the output that starts with one of these prefixes becomes ``out__<key>``.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _RESERVED = ("skip__", "in__", "out__")
 
 
 class EncodedBatch:
-    """A batch with the encodings of its numeric columns. ``echoed`` is the output if this is the input."""
+    """A batch with the encodings of its numeric columns. For an input, ``output`` is the output of the same step."""
 
-    def __init__(self, snapshot: BatchSnapshot, echoed: EncodedBatch | None = None) -> None:
+    def __init__(self, snapshot: BatchSnapshot, output: EncodedBatch | None = None) -> None:
         self.snapshot, self.rows = snapshot, snapshot.batch.rows
         plain = plain_columns(snapshot.restore(), snapshot.batch.arrays)
         self.numbers: list[NumberColumn]
-        self.numbers, self.spans = choose_encodings(plain, [] if echoed is None else echoed.numbers)
+        self.numbers, self.spans = choose_encodings(plain, [] if output is None else output.numbers)
 
     def row_costs(self) -> np.ndarray:
-        """The bytes in memory of the numbers and the text of each row."""
+        """The memory of each row for its numbers and its text, in bytes."""
         costs = np.zeros(self.rows)
         for column in self.numbers:
             if isinstance(column.bits, JaggedBits):
@@ -62,9 +62,9 @@ class EncodedBatch:
 
 @dataclass
 class Key:
-    """A key of a batch: its description and its Parquet columns, with a digest of each.
+    """A key of a batch: its description, its Parquet columns, and a digest of each.
 
-    ``blobs`` lists, for each row, the numbers of its blobs in the pool.
+    ``blobs`` contains, for each row, the numbers of its blobs in the pool.
     """
 
     source: NumberColumn | ObjectColumn
@@ -75,62 +75,66 @@ class Key:
     digests: list[ColumnDigest] = field(default_factory=list)
 
     def arrays(self, rows: slice, pool: BlobPool, numbers: list[int]) -> Iterator[pa.Array]:
-        """The columns for some rows; ``numbers`` maps the blobs of the pool to their numbers in the part."""
+        """The columns of some rows. ``numbers`` maps the number of a blob in the pool to its number in the part."""
         self.digests = self.digests or [ColumnDigest() for _ in self.fields]
         if isinstance(self.source, NumberColumn):
-            made: list[Any] = self.source.encoding.store(self.source.bits, rows, self.spans)
+            columns: list[Any] = self.source.encoding.store(self.source.bits, rows, self.spans)
         else:
-            made = [self._objects(self.source, column.name, rows, pool, numbers) for column in self.fields]
-        for column, digest, found in zip(self.fields, self.digests, made, strict=True):
-            digest.add(found)
+            columns = [self._objects(self.source, column.name, rows, pool, numbers) for column in self.fields]
+        for column, digest, content in zip(self.fields, self.digests, columns, strict=True):
+            digest.add(content)
             kind = column.type.value_type if pa.types.is_list(column.type) else column.type
-            yield found if isinstance(found, pa.Array) else found.to_arrow(kind)
+            yield content if isinstance(content, pa.Array) else content.to_arrow(kind)
 
     def _objects(self, source: ObjectColumn, name: str, rows: slice, pool: BlobPool, numbers: list[int]) -> Any:
         if name == self.spec["column"]:
             return pa.array(source.values[rows], CELL_TYPES[source.form])
         if name == self.spec["object"]:
             return Stored(np.array((source.first_rows or [])[rows], np.int64))
-        held = (self.blobs or [])[rows]
-        flat = [number for row in held for number in row]
+        row_blobs = (self.blobs or [])[rows]
+        flat = [number for row in row_blobs for number in row]
         content = b"".join(pool.digests[number] for number in flat)
-        return Stored(np.array([numbers[number] for number in flat], np.int32), counts(held), content)
+        return Stored(np.array([numbers[number] for number in flat], np.int32), counts(row_blobs), content)
 
 
 class ColumnDigest:
-    """A digest of the values of one column and their lengths. It does not depend on how the rows were split."""
+    """A digest of the values in one column and of their lengths. It does not depend on how the rows are split."""
 
     def __init__(self) -> None:
         self._values, self._lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
 
-    def add(self, made: Stored | pa.Array) -> None:
-        if isinstance(made, pa.Array):
-            # Length -1 of a text, or 0 of a number, means None.
-            valid = as_numpy(made.is_valid())
-            if pa.types.is_string(made.type):
-                lengths = np.where(valid, np.diff(byte_offsets(made)), -1)
-                made = Stored(np.empty(0), lengths, made.buffers()[2] or b"")
+    def add(self, column: Stored | pa.Array) -> None:
+        if isinstance(column, pa.Array):
+            # None is represented by length -1 for text, and by length 0 for numbers.
+            valid = as_numpy(column.is_valid())
+            if pa.types.is_string(column.type):
+                lengths = np.where(valid, np.diff(byte_offsets(column)), -1)
+                column = Stored(np.empty(0), lengths, column.buffers()[2] or b"")
             else:
-                made = Stored(np.where(valid, as_numpy(made), 0), valid)
-        values: Any = np.ascontiguousarray(made.values) if made.content is None else made.content
+                column = Stored(np.where(valid, as_numpy(column), 0), valid)
+        values: Any = np.ascontiguousarray(column.values) if column.content is None else column.content
         self._values.update(values)
-        if made.lengths is not None:
-            self._lengths.update(made.lengths.astype(np.int64).data)
+        if column.lengths is not None:
+            self._lengths.update(column.lengths.astype(np.int64).data)
 
     def digest(self) -> bytes:
         return bytes(self._values.digest() + self._lengths.digest())
 
 
-def keys_of(batch: EncodedBatch, pool: BlobPool, taken: set[str], outputs: list[Key] | None = None) -> Iterator[Key]:
-    """The keys of a batch; ``outputs`` are those of the output if this is the input. ``taken`` are the column names
-    so far, in lowercase."""
+def keys_of(
+    batch: EncodedBatch, pool: BlobPool, used_names: set[str], outputs: list[Key] | None = None
+) -> Iterator[Key]:
+    """The keys of a batch. For an input, ``outputs`` are the keys of the output.
+
+    ``used_names`` are all column names so far, in lowercase.
+    """
     prefix = "" if outputs is None else "in__"
     for numbers in batch.numbers:
-        name = _unique_name(numbers.path, prefix, taken)
+        name = _unique_name(numbers.path, prefix, used_names)
         spec = {"path": list(numbers.path), "column": name, **numbers.encoding.to_json()}
         yield Key(numbers, spec, numbers.encoding.fields(name), batch.spans)
     for objects in batch.snapshot.objects:
-        name = _unique_name(objects.path, prefix, taken)
+        name = _unique_name(objects.path, prefix, used_names)
         blobs = None if objects.blobs is None else [pool.numbers(row) for row in objects.blobs]
         columns = {
             "column": pa.field(name, CELL_TYPES[objects.form]),
@@ -145,13 +149,13 @@ def keys_of(batch: EncodedBatch, pool: BlobPool, taken: set[str], outputs: list[
             "dtype": objects.dtype,
         }
         names = {kind: None if column is None else column.name for kind, column in columns.items()}
-        for twin in outputs or ():
-            if _has_same_cells(twin, objects, blobs):
-                # Cells that a rollout passes through are stored once.
+        for output_key in outputs or ():
+            if _has_same_cells(output_key, objects, blobs):
+                # Cells that a rollout copies from its input to its output are stored once.
                 shared = {"column", "blobs"}
-                if isinstance(twin.source, ObjectColumn) and twin.source.first_rows == objects.first_rows:
+                if isinstance(output_key.source, ObjectColumn) and output_key.source.first_rows == objects.first_rows:
                     shared.add("object")
-                names |= {kind: twin.spec[kind] for kind in shared}
+                names |= {kind: output_key.spec[kind] for kind in shared}
                 columns = {kind: column for kind, column in columns.items() if kind not in shared}
                 break
         fields = [column for column in columns.values() if column is not None]
@@ -162,21 +166,21 @@ def _has_same_cells(key: Key, objects: ObjectColumn, blobs: list[list[int]] | No
     other = key.source
     if not isinstance(other, ObjectColumn) or (other.path, other.form) != (objects.path, objects.form):
         return False
-    # Equal floats may differ in their bits (0.0 and -0.0), so they are stored twice.
+    # Equal floats can have different bits (0.0 and -0.0), so they are stored twice.
     return objects.form != "float" and other.values == objects.values and key.blobs == blobs
 
 
-def _unique_name(path: tuple[str, ...], prefix: str, taken: set[str]) -> str:
-    """A unique column name: the key itself where possible."""
-    # Readers would interpret a dot as a path into a nested column.
+def _unique_name(path: tuple[str, ...], prefix: str, used_names: set[str]) -> str:
+    """A unique column name: the key itself if possible."""
+    # Parquet readers interpret a dot as a path into a nested column.
     label = "__".join(path).replace(".", "_")
     if not prefix and (not label or label.startswith(_RESERVED)):
         prefix = "out__"
     name = unique = prefix + label.encode("utf-8", "replace").decode()
     number = 2
-    while unique.lower() in taken:
+    while unique.lower() in used_names:
         unique, number = f"{name}__{number}", number + 1
-    taken.add(unique.lower())
+    used_names.add(unique.lower())
     return unique
 
 
@@ -185,28 +189,28 @@ def counts(rows: list[list[int]]) -> np.ndarray:
     return np.array([len(row) for row in rows], np.int64)
 
 
-def added_columns(output: EncodedBatch, given: EncodedBatch | None, pool: BlobPool) -> list[tuple[pa.Field, Any]]:
-    """The columns for people and SQL, and those with the lengths of the spans; None means a column of nulls."""
+def added_columns(output: EncodedBatch, input_batch: EncodedBatch | None, pool: BlobPool) -> list[tuple[pa.Field, Any]]:
+    """The columns for queries, and those with the lengths of the spans. None stands for a column of nulls."""
     prompt_lengths, response_lengths = _token_lengths(output) or (None, None)
-    if given is None:
+    if input_batch is None:
         prompts = [column for column in output.numbers if column.path == ("prompts",)]
         digests = _row_digests(output.rows, prompts, [], pool)
     else:
-        digests = _row_digests(given.rows, given.numbers, given.snapshot.objects, pool)
+        digests = _row_digests(input_batch.rows, input_batch.numbers, input_batch.snapshot.objects, pool)
     added: list[tuple[pa.Field, Any]] = [
         (pa.field(PROMPT_LENGTH, pa.int32()), prompt_lengths),
         (pa.field(RESPONSE_LENGTH, pa.int32()), response_lengths),
         (pa.field(SCORE, pa.float64()), _row_scores(output)),
         (pa.field(PROMPT_DIGEST, pa.string()), digests),
     ]
-    if given is not None and given.spans is not None:
-        added.append((pa.field(INPUT_LENGTH, pa.int32()), given.spans.prompt_lengths))
-        added.append((pa.field(INPUT_RESPONSE_LENGTH, pa.int32()), given.spans.response_lengths))
+    if input_batch is not None and input_batch.spans is not None:
+        added.append((pa.field(INPUT_LENGTH, pa.int32()), input_batch.spans.prompt_lengths))
+        added.append((pa.field(INPUT_RESPONSE_LENGTH, pa.int32()), input_batch.spans.response_lengths))
     return added
 
 
 def _token_lengths(batch: EncodedBatch) -> tuple[np.ndarray, np.ndarray] | None:
-    """The number of tokens in the prompt and the response of each row, if it is known."""
+    """The numbers of tokens in the prompt and in the response of each row, if they are known."""
     if batch.spans is not None:
         return batch.spans.prompt_lengths, batch.spans.response_lengths
     jagged = {column.path[-1]: column.bits for column in batch.numbers if column.encoding.plain_form is Form.JAGGED}
@@ -221,12 +225,12 @@ def _row_scores(batch: EncodedBatch) -> np.ndarray | None:
         bits = column.bits
         if column.path != ("rm_scores",) or column.encoding.element.name not in ("float32", "float64"):
             continue
-        with np.errstate(invalid="ignore"):  # a NaN reward only makes the sum NaN
+        with np.errstate(invalid="ignore"):  # a NaN reward makes the sum NaN
             if column.encoding.plain_form is Form.JAGGED:
                 scores = np.zeros(len(bits.lengths))
-                filled = bits.lengths > 0  # reduceat returns the next value for an empty row
-                if filled.any():
-                    scores[filled] = np.add.reduceat(bits.values, bits.offsets[:-1][filled], dtype=np.float64)
+                is_filled = bits.lengths > 0  # for an empty row, reduceat would return the next value
+                if is_filled.any():
+                    scores[is_filled] = np.add.reduceat(bits.values, bits.offsets[:-1][is_filled], dtype=np.float64)
                 return scores
             if isinstance(bits, np.ndarray) and bits.ndim == 2:
                 return bits.sum(axis=1, dtype=np.float64)
@@ -234,38 +238,41 @@ def _row_scores(batch: EncodedBatch) -> np.ndarray | None:
 
 
 def prompt_digests(inputs: Any) -> list[str] | None:
-    """One digest for each row of a rollout step's input: equal rows have equal digests, uids aside."""
-    # This runs on the training thread. The n samples of a prompt contain the same objects, so one row is digested.
-    distinct, which = _distinct_rows(flatten(inputs))
+    """One digest per row of a rollout step's input. Rows that differ only in their uid have equal digests."""
+    # This runs on the training thread. The n samples of a prompt contain the same objects, so only one is digested.
+    distinct, index_of = _distinct_rows(flatten(inputs))
     try:
         batch = take_snapshot(distinct)
     except UnsupportedBatchError:
-        take_snapshot(inputs)  # names the right row
+        take_snapshot(inputs)  # raises an error with the original row number
         raise
     numbers = plain_columns(batch.restore(), batch.batch.arrays)
     digests = _row_digests(batch.batch.rows, numbers, batch.objects, BlobPool(batch.blobs()))
-    return digests if digests is None or which is None else [digests[row] for row in which]
+    return digests if digests is None or index_of is None else [digests[row] for row in index_of]
 
 
 def _distinct_rows(batch: Batch) -> tuple[Batch, list[int] | None]:
-    """The rows of a batch without duplicates of the same objects, uid aside, and the index of each row among them; the
-    whole batch and None if the rows cannot be compared by identity."""
-    counted = {path: array for path, array in batch.arrays.items() if path[-1] != "uid"}
-    if batch.tensors or not counted or any(array.dtype != object or array.ndim != 1 for array in counted.values()):
+    """Remove rows that contain the same objects as an earlier row, not counting uids.
+
+    Returns the remaining batch, and the index in it for each original row. If the rows cannot be compared by identity,
+    returns the whole batch and None.
+    """
+    compared = {path: array for path, array in batch.arrays.items() if path[-1] != "uid"}
+    if batch.tensors or not compared or any(array.dtype != object or array.ndim != 1 for array in compared.values()):
         return batch, None
-    number_of: dict[tuple[int, ...], int] = {}
-    rows = zip(*(map(id, array.tolist()) for array in counted.values()), strict=True)
-    which = [number_of.setdefault(objects, len(number_of)) for objects in rows]
-    first = np.unique(which, return_index=True)[1]
-    arrays = {path: array[first] for path, array in counted.items()}
-    return replace(batch, rows=len(first), arrays=arrays, meta={}), which
+    index_of: dict[tuple[int, ...], int] = {}
+    rows = zip(*(map(id, array.tolist()) for array in compared.values()), strict=True)
+    indexes = [index_of.setdefault(objects, len(index_of)) for objects in rows]
+    first = np.unique(indexes, return_index=True)[1]
+    arrays = {path: array[first] for path, array in compared.items()}
+    return replace(batch, rows=len(first), arrays=arrays, meta={}), indexes
 
 
 def _row_digests(
     rows: int, numbers: list[NumberColumn], objects: list[ObjectColumn], pool: BlobPool
 ) -> list[str] | None:
-    """One digest for each row over these columns, uid aside; None if there are no columns."""
-    # The order of the columns has no meaning, and verl changes it.
+    """One digest per row over these columns, without uids. None if there are no columns."""
+    # verl changes the order of the columns, which has no meaning.
     numbers = sorted((column for column in numbers if column.path[-1] != "uid"), key=lambda column: column.path)
     objects = sorted((column for column in objects if column.path[-1] != "uid"), key=lambda column: column.path)
     if not numbers and not objects:

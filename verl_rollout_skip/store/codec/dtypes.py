@@ -1,8 +1,8 @@
-"""Element types: the memory layout of each torch and numpy dtype, and how it is stored in a Parquet column.
+"""Element types: how each torch and numpy dtype is laid out in memory and stored in a Parquet column.
 
-*Bits* are a numpy array with the exact bits of the values, in a dtype that numpy supports. *Stored* values are the
-values in the column: readable numbers where that is exact (a bfloat16 becomes the float32 with the same value), the raw
-bits where it is not. Nothing here needs torch; ``numbers.py`` turns tensors into bits and back.
+*Bits* are a numpy array with the exact bits of the values, in a dtype that numpy supports. *Stored* values are those in
+the column: readable numbers if the conversion is exact (a bfloat16 becomes the float32 with the same value), otherwise
+the raw bits. Nothing here needs torch; ``numbers.py`` converts tensors to bits and back.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-_SAME = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+_SAME_IN_NUMPY = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 _FLOAT8 = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
 TORCH_BITS = {
-    **{name: np.dtype(name) for name in _SAME.split()},
+    **{name: np.dtype(name) for name in _SAME_IN_NUMPY.split()},
     "bfloat16": np.dtype("uint16"),
     **dict.fromkeys(_FLOAT8.split(), np.dtype("uint8")),
 }
-"""The numpy dtype that carries the bits of each torch dtype."""
+"""The numpy dtype for the bits of each torch dtype."""
 NUMPY_NUMBERS = re.compile(r"[<>|=]([biu][1248]|f[248]|c8|c16|[mM]8\[\d*[a-zA-Z]+\])")
-"""The ``str`` of the numpy dtypes that a numeric column can have."""
+"""Matches the ``str`` of each numpy dtype that a numeric column can have."""
 _STORED = {"bool", "float32", "float64", *(f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64))}
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def as_integers(bits: np.ndarray) -> np.ndarray:
-    """A view that compares bits: NaN equals itself, -0.0 differs from 0.0."""
+    """View bits as integers, to compare them exactly: NaN equals itself, and -0.0 differs from 0.0."""
     if bits.dtype.kind in "biu":
         return bits
     if bits.dtype.kind == "c":
@@ -39,7 +39,7 @@ def as_integers(bits: np.ndarray) -> np.ndarray:
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-    """Whether two arrays agree in dtype, shape and every bit."""
+    """Whether two arrays have the same dtype, shape and bits."""
     return (
         left.dtype == right.dtype
         and left.shape == right.shape
@@ -49,7 +49,7 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class Element:
-    """The element type of a numeric column: ``holder`` and ``name`` in memory, ``stored`` in the file."""
+    """The element type of a numeric column: the library (``holder``) and dtype in memory, and the dtype in the file."""
 
     holder: str
     name: str
@@ -79,37 +79,37 @@ class Element:
 
 
 def check_element(element: Element) -> None:
-    """Raise ValueError if an element type from untrusted data does not exist."""
-    known = element.name in TORCH_BITS if element.holder == "torch" else NUMPY_NUMBERS.fullmatch(element.name)
-    if not known or element.holder not in ("torch", "numpy") or element.stored not in _STORED:
-        raise ValueError(f"{element} is not an element type")
+    """Check an element type from untrusted data. Raises ValueError if there is no such type."""
+    is_known = element.name in TORCH_BITS if element.holder == "torch" else NUMPY_NUMBERS.fullmatch(element.name)
+    if not is_known or element.holder not in ("torch", "numpy") or element.stored not in _STORED:
+        raise ValueError(f"{element} is not a known element type")
 
 
-def widest(holder: str, name: str, bits: np.dtype) -> Element:
-    """The element type of a column before it is narrowed; ``name`` is its dtype, ``bits`` the dtype of its bits."""
+def initial_element(holder: str, name: str, bits: np.dtype) -> Element:
+    """The element type of a column before it is narrowed: ``name`` is its dtype, ``bits`` the dtype of its bits."""
     if name == "bfloat16" or bits == np.float16:
         return Element(holder, name, "float32")
     stored = {"c": f"float{bits.itemsize * 4}", "m": "int64", "M": "int64"}.get(bits.kind, bits.name)
     return Element(holder, name, stored)
 
 
-def narrower(element: Element, bits: np.ndarray) -> Element:
-    """The element type with the smallest exact storage for these bits, all or some of a column."""
+def narrow_element(element: Element, bits: np.ndarray) -> Element:
+    """The element type with the smallest is_exact storage for these bits: a whole column, or a chunk of it."""
     if element.stored == "int64" and element.bits.kind == "i":
         fits = bits.size == 0 or (bits.min() >= -(2**31) and bits.max() < 2**31)
         return Element(element.holder, element.name, "int32") if fits else element
     if element.stored == "float32" and element.bits == np.float16:
-        # A conversion may turn a signaling NaN into a quiet one, and this can differ from element to element (vector or
-        # scalar instructions): a column that contains one keeps its raw bits.
+        # A conversion may turn a signaling NaN into a quiet one. Whether it does can differ between elements (vector or
+        # scalar instructions). So a column with a signaling NaN is stored as raw bits.
         raw = bits.view(np.uint16)
-        signalling = ((raw & 0x7C00) == 0x7C00) & ((raw & 0x03FF) != 0) & ((raw & 0x0200) == 0)
-        exact = not signalling.any() and same_bits(bits.astype(np.float32).astype(np.float16), bits)
-        return element if exact else Element(element.holder, element.name, "uint16")
+        is_signaling = ((raw & 0x7C00) == 0x7C00) & ((raw & 0x03FF) != 0) & ((raw & 0x0200) == 0)
+        is_exact = not is_signaling.any() and same_bits(bits.astype(np.float32).astype(np.float16), bits)
+        return element if is_exact else Element(element.holder, element.name, "uint16")
     return element
 
 
 def to_stored(element: Element, bits: np.ndarray) -> np.ndarray:
-    """Flat bits of a column as the values in the file."""
+    """Convert the flat bits of a column to the values in the file."""
     if element.name == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(element.stored) if element.is_raw else bits.astype(element.stored, copy=False)
@@ -124,8 +124,8 @@ def from_stored(element: Element, stored: np.ndarray) -> np.ndarray:
     )
 
 
-def natural(value: Any) -> int:
-    """Check a size from untrusted data."""
+def checked_size(value: Any) -> int:
+    """Return a size from untrusted data. Raises ValueError if it is not a valid size."""
     if type(value) is not int or not 0 <= value < 2**40:
-        raise ValueError(f"{value!r} is not a size")
+        raise ValueError(f"{value!r} is not a valid size")
     return value

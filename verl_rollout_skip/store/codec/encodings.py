@@ -1,8 +1,8 @@
-"""How the bits of a numeric column are stored and restored: the ten forms of docs/format.md, without torch.
+"""How the bits of a numeric column are stored and restored, without torch: the ten forms of docs/format.md.
 
-*Stored* forms (dense, ragged, jagged, rows) have Parquet columns, which ``store`` fills and ``read`` and ``read_into``
-read. *Derived* forms have none: ``fill`` and ``join`` compute the bits from the token spans or from other columns. The
-same code runs at dump time, to prove that it reproduces the recorded bits, and at load time. An encoding may come from
+*Stored* forms (dense, ragged, jagged, rows) have Parquet columns, which ``store`` makes and ``read`` and ``read_into``
+decode. *Derived* forms have none: ``fill`` and ``join`` compute the bits from the token spans or from other columns.
+They run at load time, and also at dump time, to prove that they reproduce the recorded bits. An encoding may come from
 a hostile file: ``parse_encoding`` checks it, and every length is checked before use.
 """
 
@@ -19,7 +19,14 @@ import numpy as np
 import pyarrow as pa
 
 from verl_rollout_skip.errors import CorruptEntryError, UnsupportedBatchError
-from verl_rollout_skip.store.codec.dtypes import Element, as_integers, check_element, from_stored, natural, to_stored
+from verl_rollout_skip.store.codec.dtypes import (
+    Element,
+    as_integers,
+    check_element,
+    checked_size,
+    from_stored,
+    to_stored,
+)
 from verl_rollout_skip.store.codec.padding import WINDOWS, Spans, row_chunks
 from verl_rollout_skip.store.format import SHAPE
 
@@ -34,7 +41,7 @@ class Form(str, Enum):
     """How a column is stored or derived."""
 
     DENSE = "dense"
-    """Every element: one number per row, or one list per row with the trailing dimensions laid out flat."""
+    """All elements: one number per row, or one flat list per row."""
     RAGGED = "ragged"
     """A padded tensor without its padding: one list per row with the elements inside a window."""
     MASK = "mask"
@@ -44,33 +51,33 @@ class Form(str, Enum):
     CONCAT = "concat"
     """Prompts and responses concatenated: the input ids."""
     SAME = "same"
-    """The same bits as another column: ``of`` in this batch, or the same key of the output if that is empty."""
+    """The same bits as the column ``of`` in this batch or, if ``of`` is empty, as the same key of the output."""
     JAGGED = "jagged"
     """A jagged NestedTensor: one list per row."""
     JAGGED_CONCAT = "jagged_concat"
     """Prompts and responses of jagged tensors, concatenated row by row: the input ids."""
     JAGGED_POSITIONS = "jagged_positions"
-    """Position ids 0, 1, 2 … of each row of a jagged tensor, as long as the input ids."""
+    """Position ids 0, 1, 2 … for each row of a jagged tensor, as many as input ids."""
     ROWS = "rows"
-    """A strided NestedTensor: rows of different shapes. A second column contains the shapes."""
+    """A strided NestedTensor, whose rows have different shapes. A second column contains the shapes."""
 
 
-_JAGGED = {"ragged_idx": int, "laid_out": int, "group": int, "bounds": bool}
+_JAGGED_FIELDS = {"ragged_idx": int, "laid_out": int, "group": int, "bounds": bool}
 _JAGGED_FORMS = (Form.JAGGED, Form.JAGGED_CONCAT, Form.JAGGED_POSITIONS)
-_FIELDS: dict[Form, dict[str, type]] = {
+_EXTRA_FIELDS: dict[Form, dict[str, type]] = {
     Form.RAGGED: {"window": str, "axis": int, "pad": int},
     Form.MASK: {"window": str},
     Form.POSITIONS: {"rule": str},
     Form.SAME: {"of": str},
-    **dict.fromkeys(_JAGGED_FORMS, _JAGGED),
+    **dict.fromkeys(_JAGGED_FORMS, _JAGGED_FIELDS),
 }
-"""The fields in the description of a column besides its form, element and shape."""
-_JOINED = ("prompts", "responses")
+"""The fields in the description of a column, in addition to its form, element and shape."""
+_PROMPTS_AND_RESPONSES = ("prompts", "responses")
 
 
 @dataclass(frozen=True)
 class JaggedBits:
-    """Concatenated rows, the ragged dimension first, and the length of each; ``shapes`` if their shapes differ."""
+    """Concatenated rows, ragged dimension first, and the length of each. With ``shapes`` if the shapes differ."""
 
     values: np.ndarray
     lengths: np.ndarray
@@ -78,7 +85,7 @@ class JaggedBits:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Where each row begins, and where the last one ends."""
+        """The start of each row, and the end of the last one."""
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
 
     def rows(self, rows: slice) -> np.ndarray:
@@ -87,14 +94,14 @@ class JaggedBits:
 
 
 Bits = np.ndarray | JaggedBits
-"""The bits of a column: an array if all rows have one shape."""
+"""The bits of a column: an array if all rows have the same shape."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The content of a Parquet column for some rows: numbers, and the number of them in each row if they are lists.
+    """The content of a Parquet column for some rows: its values, and the length of each row if the rows are lists.
 
-    ``content`` is digested in place of the values, if those depend on how the rows were split into parts.
+    ``content`` is digested instead of the values if these depend on how the rows are split into parts.
     """
 
     values: np.ndarray
@@ -102,7 +109,7 @@ class Stored:
     content: Any = None
 
     def to_arrow(self, item: pa.DataType) -> pa.Array:
-        """Return an Arrow array that shares the values; ``pa.array`` would import pandas."""
+        """Return an Arrow array that shares the values. ``pa.array`` would import pandas."""
         values = np.packbits(self.values, bitorder="little") if pa.types.is_boolean(item) else self.values
         numbers = pa.Array.from_buffers(item, len(self.values), [None, pa.py_buffer(np.ascontiguousarray(values))])
         if self.lengths is None:
@@ -110,14 +117,14 @@ class Stored:
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         if offsets[-1] >= 2**31:
             raise UnsupportedBatchError(
-                f"A row has {offsets[-1]} values; Parquet lists of more than 2^31 are not written."
+                f"Cannot store a row of {offsets[-1]} values: a Parquet list is limited to 2^31. Split the row."
             )
         buffers = [None, pa.py_buffer(offsets.astype(np.int32))]
         return pa.Array.from_buffers(list_type(item), len(self.lengths), buffers, children=[numbers])
 
 
 def list_type(item: pa.DataType) -> pa.DataType:
-    """A list type without nulls, which needs no validity levels."""
+    """A list type whose values cannot be null, which saves the validity levels."""
     return pa.list_(pa.field("element", item, nullable=False))
 
 
@@ -125,13 +132,13 @@ def list_type(item: pa.DataType) -> pa.DataType:
 class Encoding:
     """The form of a column, the type of its elements, and the shape of one row (of one token in a jagged tensor).
 
-    Ragged: ``axis`` is the padded dimension of a row, the first or the last (position ids of vision models, [3, L]);
-    ``pad`` is the value outside the window, as an integer with the same bits.
+    Ragged: ``axis`` is the padded dimension of a row, the first or the last one (position ids of vision models are
+    [3, L]). ``pad`` is the value outside the window, as an integer with the same bits.
 
-    Jagged: ``ragged_idx`` is the ragged dimension as torch counts it; ``laid_out`` is the one that the tensor was built
-    with: verl builds position ids of vision models with a different one and changes it afterwards. Columns of one
-    ``group`` share their offsets object, like the originals: torch computes only between NestedTensors that share it.
-    ``bounds`` says that the shortest and the longest length were known.
+    Jagged: ``ragged_idx`` is the ragged dimension as torch counts it, and ``laid_out`` the one that the tensor was
+    built with. For position ids of vision models, they differ: verl changes the dimension afterwards. Columns of one
+    ``group`` share their offsets object like the recorded ones: torch combines only NestedTensors that share it.
+    ``bounds`` is True if the minimum and the maximum length were known.
     """
 
     form: Form
@@ -156,35 +163,35 @@ class Encoding:
         return self.form in (Form.DENSE, Form.RAGGED, Form.JAGGED, Form.ROWS)
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """The tensors of the same batch that it is derived from."""
+    def dependencies(self) -> tuple[str, ...]:
+        """The tensors of the same batch that this one is derived from."""
         if self.form is Form.SAME:
             return (self.of,) if self.of else ()
-        return _JOINED if self.form in (Form.CONCAT, Form.JAGGED_CONCAT, Form.JAGGED_POSITIONS) else ()
+        return _PROMPTS_AND_RESPONSES if self.form in (Form.CONCAT, Form.JAGGED_CONCAT, Form.JAGGED_POSITIONS) else ()
 
     @property
     def row_bytes(self) -> int:
-        """The memory that one decoded row takes; 0 if it depends on the lists in the file."""
+        """The memory for one decoded row, or 0 if it depends on the lists in the file."""
         return 0 if self.is_nested else math.prod(self.shape) * self.element.bits.itemsize
 
     @property
     def plain_form(self) -> Form:
-        """The form that omits nothing."""
+        """The stored form of this column that omits nothing."""
         return Form.JAGGED if self.form in _JAGGED_FORMS else Form.ROWS if self.is_nested else Form.DENSE
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """The properties that must be the same in all parts of an entry."""
-        built = tuple(getattr(self, name) for name in _JAGGED)
+        built = tuple(getattr(self, name) for name in _JAGGED_FIELDS)
         return self.plain_form, self.element.holder, self.element.name, self.shape, built
 
     def to_json(self) -> dict[str, Any]:
         """The description in the file."""
         common = {"form": self.form.value, "element": asdict(self.element), "shape": list(self.shape)}
-        return common | {name: getattr(self, name) for name in _FIELDS.get(self.form, ())}
+        return common | {name: getattr(self, name) for name in _EXTRA_FIELDS.get(self.form, ())}
 
     def check(self, spans: Spans | None) -> None:
-        """Raise ValueError if the encoding is invalid or does not fit the spans."""
+        """Check the encoding. Raises ValueError if it is invalid or does not fit the spans."""
         form, shape = self.form, self.shape
         if form in (Form.RAGGED, Form.MASK) and (spans is None or self.window not in WINDOWS):
             raise ValueError(f"the window {self.window!r} does not exist")
@@ -203,7 +210,7 @@ class Encoding:
             kind = as_integers(np.empty(0, self.element.bits)).dtype
             lowest, highest = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
             if not lowest <= self.pad <= highest:
-                raise ValueError(f"{self.pad} cannot be the padding of type {kind}")
+                raise ValueError(f"{self.pad} is not a padding value of type {kind}")
         if self.is_nested and self.element.holder != "torch":
             raise ValueError("only a tensor can be nested")
         if form is Form.ROWS and shape:
@@ -237,12 +244,12 @@ class Encoding:
         return stored
 
     def read_into(self, out: np.ndarray, part: PartFile, column: str, spans: Spans | None) -> None:
-        """Read a dense or ragged column into ``out``, which is zero."""
+        """Read a dense or ragged column into ``out``, which contains zeros."""
         tokens = spans.lengths(self.window) if spans and self.form is Form.RAGGED else np.ones(part.rows, np.int64)
         for rows, lengths, values in part.pieces(column, self.fields(column)[0].type):
             if lengths is not None and not np.array_equal(lengths, tokens[rows] * self._unit):
                 raise CorruptEntryError(
-                    f"Column {column!r} contains lists whose lengths differ from those in the file."
+                    f"Column {column!r} has lists of the wrong length for the tokens and the shape in the file."
                 )
             if self.form is Form.DENSE:
                 out[rows] = from_stored(self.element, values).reshape(out[rows].shape)
@@ -260,7 +267,7 @@ class Encoding:
         """Read a nested column."""
         lengths, values = part.lists(column, self.element.arrow)
         if (lengths % max(self._unit, 1)).any() or (lengths.any() and not self._unit):
-            raise CorruptEntryError(f"A list of column {column!r} does not contain whole tokens of shape {self.shape}.")
+            raise CorruptEntryError(f"Column {column!r} has a list that is not made of tokens of shape {self.shape}.")
         lengths = lengths // max(self._unit, 1)
         bits = from_stored(self.element, values).reshape(-1, *self.shape)
         if self.form is not Form.ROWS:
@@ -276,53 +283,53 @@ class Encoding:
         return JaggedBits(bits, lengths, shapes)
 
     def fill(self, out: np.ndarray, rows: slice, spans: Spans | None, source: Source) -> None:
-        """Derive some rows of a dense column into ``out``, which is zero."""
+        """Derive some rows of a dense column. Writes them to ``out``, which contains zeros."""
         if self.form is Form.MASK and spans is not None:
-            out[spans.mask(self.window, rows)] = 1  # the memory of padding is left untouched
+            out[spans.mask(self.window, rows)] = 1  # does not touch the memory of the padding
         elif self.form is Form.POSITIONS and spans is not None:
             out[...] = spans.positions(self.rule, rows)
         elif self.form is Form.SAME:
             other = source(self.of)
             if not isinstance(other, np.ndarray) or (other.dtype, other.shape[1:]) != (out.dtype, out.shape[1:]):
-                raise ValueError(f"it is stored as equal to {self.of!r}, which has a different type")
+                raise ValueError(f"it is stored as equal to {self.of!r}, which has a different type or shape")
             out[...] = other[rows]
         else:
-            pieces = [source(name) for name in self.needs]
-            if not all(isinstance(bits, np.ndarray) and (bits.ndim, bits.dtype) == (2, out.dtype) for bits in pieces):
+            inputs = [source(name) for name in self.dependencies]
+            if not all(isinstance(bits, np.ndarray) and (bits.ndim, bits.dtype) == (2, out.dtype) for bits in inputs):
                 raise ValueError("prompts or responses have a different type than the input ids")
-            width = pieces[0].shape[1]
-            if (width + pieces[1].shape[1],) != self.shape:
-                raise ValueError("prompts and responses do not add up to the width of the input ids")
-            out[:, :width], out[:, width:] = pieces[0][rows], pieces[1][rows]
+            width = inputs[0].shape[1]
+            if (width + inputs[1].shape[1],) != self.shape:
+                raise ValueError("the widths of prompts and responses do not add up to that of the input ids")
+            out[:, :width], out[:, width:] = inputs[0][rows], inputs[1][rows]
 
     def join(self, source: Source) -> JaggedBits:
         """Derive a jagged column from the prompts and the responses."""
-        pieces = [source(name) for name in self.needs]
-        if not all(isinstance(bits, JaggedBits) and bits.values.ndim == 1 for bits in pieces) or self.shape:
+        inputs = [source(name) for name in self.dependencies]
+        if not all(isinstance(bits, JaggedBits) and bits.values.ndim == 1 for bits in inputs) or self.shape:
             raise ValueError("prompts or responses are not jagged tensors of one value per token")
-        lengths = np.stack([bits.lengths for bits in pieces], axis=1)
+        lengths = np.stack([bits.lengths for bits in inputs], axis=1)
         joined = lengths.sum(axis=1)
         if self.form is Form.JAGGED_POSITIONS:
-            starts = np.repeat(np.cumsum(joined) - joined, joined)
-            return JaggedBits((np.arange(joined.sum()) - starts).astype(self.element.bits, copy=False), joined)
-        if any(bits.values.dtype != self.element.bits for bits in pieces):
+            row_starts = np.repeat(np.cumsum(joined) - joined, joined)
+            return JaggedBits((np.arange(joined.sum()) - row_starts).astype(self.element.bits, copy=False), joined)
+        if any(bits.values.dtype != self.element.bits for bits in inputs):
             raise ValueError("prompts or responses have a different type than the input ids")
         is_prompt = np.repeat(np.tile([True, False], len(lengths)), lengths.reshape(-1))
         values = np.empty(len(is_prompt), self.element.bits)
-        values[is_prompt], values[~is_prompt] = (bits.values for bits in pieces)
+        values[is_prompt], values[~is_prompt] = (bits.values for bits in inputs)
         return JaggedBits(values, joined)
 
     def is_padding_uniform(self, bits: np.ndarray, spans: Spans) -> bool:
-        """Whether every value outside the window is ``pad``."""
+        """Whether all values outside the window are ``pad``."""
         for chunk in row_chunks(len(bits), bits.nbytes // max(len(bits), 1)):
             part = as_integers(bits[chunk])
-            other = part != np.array(self.pad).astype(part.dtype)
+            differs = part != np.array(self.pad).astype(part.dtype)
             mask = spans.mask(self.window, chunk)
             if self.axis == 0:
-                other = other.reshape(len(part), self.shape[0], -1).any(axis=2) if len(self.shape) > 1 else other
+                differs = differs.reshape(len(part), self.shape[0], -1).any(axis=2) if len(self.shape) > 1 else differs
             else:
                 mask = np.expand_dims(mask, tuple(range(1, len(self.shape))))
-            if np.any(other > mask):
+            if np.any(differs > mask):
                 return False
         return True
 
@@ -337,10 +344,10 @@ class Encoding:
         return math.prod(self.shape) // max(tokens, 1) * self.element.components
 
     def _tokens(self, part: np.ndarray, spans: Spans, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Some rows of a padded tensor as a matrix of cells, and the mask that selects the cells with tokens.
+        """View rows of a padded tensor as a matrix of cells. Returns it with the mask of the cells that contain tokens.
 
-        With a single boolean mask of the same shape, numpy copies whole runs, which is the fastest way. So the elements
-        of one token become one opaque cell, or the dimensions before the padded one become rows.
+        numpy is fastest with a boolean mask of the same shape, because it then copies whole runs. So all elements of a
+        token become one opaque cell, or the dimensions before the padded one become rows.
         """
         mask = spans.mask(self.window, rows)
         width = self.shape[self.axis]
@@ -359,10 +366,10 @@ def parse_encoding(data: Any, spans: Spans | None) -> Encoding:
     form = Form(data["form"])
     element = Element(**{key: str(value) for key, value in data["element"].items()})
     check_element(element)
-    fields = {name: data[name] for name in _FIELDS.get(form, ())}
-    for name, kind in _FIELDS.get(form, {}).items():
+    fields = {name: data[name] for name in _EXTRA_FIELDS.get(form, ())}
+    for name, kind in _EXTRA_FIELDS.get(form, {}).items():
         if type(fields[name]) is not kind:
             raise ValueError(f"{name} is {fields[name]!r}, not of type {kind.__name__}")
-    encoding = Encoding(form, element, tuple(natural(size) for size in data["shape"]), **fields)
+    encoding = Encoding(form, element, tuple(checked_size(size) for size in data["shape"]), **fields)
     encoding.check(spans)
     return encoding

@@ -1,7 +1,7 @@
-"""Columns of Python objects, and the bulk data of their cells: arrays, tensors, images, bytes.
+"""Columns of Python objects, and the bulk data in their cells: arrays, tensors, images, bytes.
 
-A column of one simple type contains the cells themselves, any other contains JSON text (see ``cells.py``). Bulk data
-is pooled as *blobs*: equal blobs are stored once per part. Torch is not imported here.
+A column of one simple type contains the cells themselves. Any other column contains JSON text (see ``cells.py``). Bulk
+data is pooled as *blobs*, and equal blobs are stored once per part. Torch is not imported here.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ CELL_TYPES = {
     "float": pa.float64(),
     "bool": pa.bool_(),
 }
-"""The Parquet type of a column of Python objects, by form."""
+"""The Parquet type of a column of Python objects, by its form."""
 LARGE = 64 << 10
-"""Blobs of at least this many bytes are loaded as one object for all their cells; smaller ones are copied."""
+"""A blob of at least this many bytes is loaded as one object for all its cells. Smaller ones are copied."""
 _IMMUTABLE = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
 class ObjectColumn:
-    """The cells of one object array, ready to be written, without mutable objects of the caller.
+    """The cells of one object array, ready to be written. They share no mutable object with the caller.
 
     ``form`` is the type of ``values``: the cells themselves (or None) for "text", "int", "float" and "bool", JSON text
     for "json". ``blobs`` is the bulk data of each row. ``first_rows[row]`` is the first row that contains the same
-    object; such rows share one object again after loading, and one list of blobs here. ``shape`` and
-    ``dtype`` are those of the array.
+    object: such rows share one list of blobs here, and one object again after loading. ``dtype`` is that of the array,
+    and ``shape`` is its shape without the rows.
     """
 
     path: tuple[str, ...]
@@ -74,7 +74,7 @@ def encode_objects(path: tuple[str, ...], array: np.ndarray) -> ObjectColumn:
 
 
 def _scalar_form(flat: Sequence[Any]) -> str | None:
-    """The form of a column whose cells are all of one simple type or None, which makes it easy to query."""
+    """The form of a column whose cells all have one simple type or are None, so that it is easy to query."""
     kinds = {type(cell) for cell in flat} - {type(None)}
     if len(kinds) != 1:
         return None
@@ -87,13 +87,13 @@ def _scalar_form(flat: Sequence[Any]) -> str | None:
 
 
 class BlobPool:
-    """The blobs of all cells of a rollout step, numbered; equal blobs share a number."""
+    """The numbered blobs of all cells of a rollout step. Equal blobs share a number."""
 
     def __init__(self, blobs: Iterable[Blob]) -> None:
         self.blobs: list[Blob] = []
         self.sizes: list[int] = []
         self.digests: list[bytes] = []
-        # By identity first: the samples of a prompt usually contain the same objects.
+        # Compare identities first: the samples of a prompt usually contain the same objects.
         self._distinct = {id(blob): blob for blob in blobs}
         self._numbers: dict[int, int] = {}
         equal: dict[bytes, list[int]] = {}
@@ -115,17 +115,19 @@ class BlobPool:
 
 
 class PartObjects:
-    """The cells of a part and its blobs, which are read on first use."""
+    """Decodes the cells of a part. Its blobs are read on first use."""
 
     def __init__(self, part: PartFile) -> None:
         self._part = part
-        self._made_bytes = 0
+        self._built_bytes = 0
         self._data: list[Any] | None = None
         self._shared: dict[Hashable, Any] = {}
 
-    def decode(self, item: dict[str, Any], made: dict[int, tuple[str, Any]]) -> list[Any]:
-        """Decode the cells of a column described by ``item``. ``made`` contains the objects of earlier parts by
-        number: rows with the same number share one object."""
+    def decode(self, item: dict[str, Any], objects: dict[int, tuple[str, Any]]) -> list[Any]:
+        """Decode the cells of the column that ``item`` describes.
+
+        Rows with the same object number share one object. ``objects`` contains those of earlier parts, by number.
+        """
         form, column = item["cells"], item["column"]
         if form not in ("text", "json"):
             chunks = self._part.chunks(column, CELL_TYPES[form], nullable=True)
@@ -134,71 +136,71 @@ class PartObjects:
         if form == "text":
             return list(map([*texts, None].__getitem__, codes.tolist()))
         if (codes < 0).any():
-            raise CorruptEntryError("A cell is missing.")
+            raise CorruptEntryError(f"Column {column!r} has missing cells.")
         numbers: list[Any] = [None] * len(codes)
         if item["object"] is not None:
             numbers = self._part.numbers(item["object"], pa.int64()).tolist()
             if min(numbers, default=0) < 0:
-                raise CorruptEntryError(f"Column {item['object']!r} contains negative numbers.")
+                raise CorruptEntryError(f"Column {item['object']!r} has negative numbers.")
         blobs = self.cell_blobs(item["blobs"])
-        found: list[Any] = []
-        immutable: dict[int, Any] = {}  # decoded once per text
+        decoded: list[Any] = []
+        immutable: dict[int, Any] = {}  # by text, which is decoded only once
         for row, (code, number) in enumerate(zip(codes.tolist(), numbers, strict=True)):
             if code in immutable:
                 cell = immutable[code]
-            elif number in made:
-                text, cell = made[number]
+            elif number in objects:
+                text, cell = objects[number]
                 if text != texts[code]:
-                    raise CorruptEntryError(f"Rows that contain object {number} have different texts.")
+                    raise CorruptEntryError(f"The rows that share object {number} have different texts.")
             else:
                 cell = cells.decode(texts[code], blobs(row))
                 if type(cell) in _IMMUTABLE:
                     immutable[code] = cell
                 elif number is not None:
-                    made[number] = texts[code], cell
-            found.append(cell)
-        return found
+                    objects[number] = texts[code], cell
+            decoded.append(cell)
+        return decoded
 
     def cell_blobs(self, column: str | None) -> Callable[[int], CellBlobs]:
-        """A function that returns the blobs of a row; ``column`` contains their numbers and is None without blobs."""
+        """Return a function from rows to blobs. ``column`` contains the numbers of the blobs, and may be None."""
         if column is None:
             return lambda row: CellBlobs(self.make, ())
         lengths, numbers = self._part.lists(column, pa.int32())
-        ends, listed = [0, *np.cumsum(lengths).tolist()], numbers.tolist()
-        return lambda row: CellBlobs(self.make, listed[ends[row] : ends[row + 1]])
+        ends, blob_numbers = [0, *np.cumsum(lengths).tolist()], numbers.tolist()
+        return lambda row: CellBlobs(self.make, blob_numbers[ends[row] : ends[row + 1]])
 
-    def make(self, number: int, kind: Hashable, make: Callable[[Any], Any]) -> Any:
-        """Call ``make`` on a blob. The result for a large blob is shared by all callers that ask for this kind."""
+    def make(self, number: int, kind: Hashable, build: Callable[[Any], Any]) -> Any:
+        """Return ``build(blob)``. For a large blob, all callers that request the same ``kind`` share the result."""
         if (number, kind) in self._shared:
             return self._shared[number, kind]
         if self._data is None or (0 <= number < len(self._data) and self._data[number] is None):
-            self._data = self._read()  # again, if a large one was used as another kind before
+            self._data = self._read()  # or read again, if a large blob is requested as another kind
         if not 0 <= number < len(self._data):
             raise ValueError(f"there is no blob {number}")
         data = self._data[number]
-        self._made_bytes += len(data)
-        check_memory(self._made_bytes, self._part.limit, "The bulk data in its cells")
-        made = make(data)
+        self._built_bytes += len(data)
+        check_memory(self._built_bytes, self._part.limit, "The bulk data in its cells")
+        result = build(data)
         if len(data) >= LARGE:
-            self._shared[number, kind] = made
-            self._data[number] = None  # frees the memory that Arrow read
-        return made
+            self._shared[number, kind] = result
+            self._data[number] = None  # frees the memory that Arrow allocated
+        return result
 
     def _read(self) -> list[Any]:
-        """Large blobs as views of Arrow memory, small ones as copies that do not keep the large ones alive."""
+        """Read all blobs: large ones as views of Arrow's memory, small ones as copies, which do not keep it alive."""
         counts, sizes = self._part.lists(BLOB_SIZES, pa.int64())
         remaining = iter(sizes.tolist())
         blobs: list[Any] = []
-        for joined, count in zip(self._part.buffers(BLOBS), counts.tolist(), strict=True):
+        for row_data, count in zip(self._part.buffers(BLOBS), counts.tolist(), strict=True):
             start = 0
             for size in (next(remaining) for _ in range(count)):
-                blob = joined[start : start + max(size, 0)]
+                blob = row_data[start : start + max(size, 0)]
                 blobs.append(blob if size >= LARGE else bytes(blob))
                 start += size
                 if len(blob) != size:
-                    raise CorruptEntryError("The blobs of a row do not have the sizes that the file states.")
-            if start != len(joined):
-                raise CorruptEntryError("The blobs of a row do not have the sizes that the file states.")
+                    raise CorruptEntryError("The blobs of a row do not have their recorded sizes.")
+            if start != len(row_data):
+                raise CorruptEntryError("The blobs of a row do not have their recorded sizes.")
         return blobs
 
 
@@ -207,5 +209,5 @@ def _digest(blob: Blob) -> bytes:
 
 
 def _same_bytes(left: Blob, right: Blob) -> bool:
-    ours, theirs = (np.frombuffer(blob_view(blob), np.uint8) for blob in (left, right))
-    return np.array_equal(ours, theirs)
+    left_bytes, right_bytes = (np.frombuffer(blob_view(blob), np.uint8) for blob in (left, right))
+    return np.array_equal(left_bytes, right_bytes)

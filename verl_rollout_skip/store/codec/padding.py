@@ -1,7 +1,7 @@
 """The positions of the tokens in a padded batch.
 
-verl pads prompts on the left to one width and responses on the right to another. ``Spans`` has both widths and the
-lengths of each row; attention masks and position ids follow from them, and padding need not be stored.
+verl pads prompts on the left to one width, and responses on the right to another. ``Spans`` has both widths and the
+lengths of each row. Attention masks and position ids follow from these, and padding does not have to be stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WINDOWS = ("response", "full", "prompt")
 
 @dataclass(frozen=True)
 class Spans:
-    """The number of tokens in the prompt and response of each row, and the widths they are padded to."""
+    """The number of tokens in the prompt and the response of each row, and the widths that these are padded to."""
 
     prompt_width: int
     response_width: int
@@ -28,7 +28,7 @@ class Spans:
         return self.bounds(window)[2]
 
     def bounds(self, window: str) -> tuple[np.ndarray, np.ndarray, int]:
-        """Start and end of each row's tokens in a tensor of that window's width, and the width."""
+        """The start and end of each row's tokens in a tensor as wide as the window, and this width."""
         zero = np.zeros_like(self.prompt_lengths)
         if window == "response":
             return zero, self.response_lengths, self.response_width
@@ -42,7 +42,7 @@ class Spans:
         return end - start
 
     def mask(self, window: str, rows: slice) -> np.ndarray:
-        """True where the tokens are, for some of the rows."""
+        """A mask for some rows: True on tokens, False on padding."""
         start, end, width = self.bounds(window)
         if not len(end[rows]):
             return np.zeros((0, width), bool)  # a file without rows can claim any width
@@ -53,7 +53,7 @@ class Spans:
         return inside
 
     def positions(self, rule: str, rows: slice) -> np.ndarray:
-        """Position ids: "counted" repeats the last token's position in the padding, "continued" keeps counting."""
+        """Position ids. On the right padding, "counted" repeats the last position, and "continued" keeps counting."""
         start, end, width = self.bounds("full")
         if not len(end[rows]):
             return np.zeros((0, width), np.int32)
@@ -65,14 +65,17 @@ class Spans:
 
 
 def row_chunks(rows: int, row_bytes: int, first: int = 0) -> Iterator[slice]:
-    """Slices of rows that fit into the CPU cache: few calls, little memory."""
+    """Slices of rows that fit into the CPU cache, so that vectorized code needs few calls and little memory."""
     step = max(1, _CHUNK_BYTES // max(row_bytes, 1))
     for start in range(first, rows, step):
         yield slice(start, min(rows, start + step))
 
 
 def find_spans(attention_mask: np.ndarray | None, response_width: int) -> Spans | None:
-    """The spans that an attention mask describes, or None unless each row is one run of ones across the seam."""
+    """The spans in an attention mask.
+
+    None unless the ones in each row are contiguous and touch the border between prompt and response on both sides.
+    """
     if attention_mask is None or attention_mask.ndim != 2 or attention_mask.dtype.kind not in "biu":
         return None
     rows, width = attention_mask.shape
@@ -90,5 +93,5 @@ def find_spans(attention_mask: np.ndarray | None, response_width: int) -> Spans 
     if not (np.all(start <= prompt_width) and np.all(end >= prompt_width)):
         return None
     spans = Spans(prompt_width, response_width, prompt_width - start, end - prompt_width)
-    proved = all(np.array_equal(spans.mask("full", chunk), attention_mask[chunk]) for chunk in chunks)
-    return spans if proved else None
+    is_exact = all(np.array_equal(spans.mask("full", chunk), attention_mask[chunk]) for chunk in chunks)
+    return spans if is_exact else None

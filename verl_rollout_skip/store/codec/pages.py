@@ -1,9 +1,9 @@
-"""The sizes that a Parquet file claims in its footer and in its pages, checked before Arrow trusts them.
+"""Checks the sizes in the footer and the pages of a Parquet file, before Arrow trusts them.
 
 The footer of a hostile file can claim that a column is small while its pages expand to any size. Each page begins with
-a Thrift header that contains its sizes; adding them up takes microseconds per page and bounds the memory that Arrow
-allocates. Both are read here rather than through pyarrow's ``ColumnChunkMetaData``, which aborts the process on a
-footer that contradicts its own schema. Only the subset of Thrift's compact protocol that Parquet uses is supported.
+a Thrift header that contains its sizes. Adding them up takes microseconds per page, and bounds the memory that Arrow
+allocates. Footer and headers are parsed here, because pyarrow's ``ColumnChunkMetaData`` aborts the process if a footer
+contradicts its own schema. Only the subset of Thrift's compact protocol that Parquet uses is supported.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from verl_rollout_skip.errors import CorruptEntryError
 T = TypeVar("T")
 _MAGIC = b"PAR1"
 _DICTIONARY_PAGE = 2
-# In a data page, a dictionary page, and a data page of version 2.
+# The field with the encoding, by the field of the page header: data page, dictionary page, data page version 2.
 _ENCODING_FIELDS = {5: 2, 7: 2, 8: 4}
-# Plain and dictionary indices. Other encodings can expand a few bytes to long texts.
+# Plain, and the two dictionary encodings. Others can expand a few bytes to long texts.
 _TEXT_ENCODINGS = (0, 2, 8)
 _PHYSICAL = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
 _MAX_DEPTH = 16
@@ -26,7 +26,7 @@ _MAX_DEPTH = 16
 
 @dataclass(frozen=True)
 class ColumnChunk:
-    """The footer's description of one column in one row group."""
+    """How the footer describes one column in one row group."""
 
     path: str
     physical: str
@@ -36,12 +36,17 @@ class ColumnChunk:
     start: int
     has_dictionary: bool
 
+    @property
+    def column(self) -> str:
+        """The name of the top-level column that the path begins with."""
+        return self.path.split(".")[0]
+
 
 def read_columns(data: memoryview) -> list[ColumnChunk]:
-    """The column chunks of a file, once the sizes of their pages are checked against the footer."""
+    """The column chunks of a file. Raises unless the sizes of their pages agree with the footer."""
     length = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or bytes(data[-4:]) != _MAGIC or length > len(data) - 12:
-        raise CorruptEntryError("It does not end like a Parquet file.")
+        raise CorruptEntryError("It does not have the footer of a Parquet file.")
     footer = _Thrift(data, len(data) - 8 - length, len(data) - 8).struct()
     groups = [_field(_typed(group, dict), 1, list) for group in _field(footer, 4, list)]
     chunks = [_column_chunk(_field(_typed(column, dict), 3, dict)) for group in groups for column in group]
@@ -55,7 +60,7 @@ def _column_chunk(meta: dict[int, Any]) -> ColumnChunk:
     offsets = [_field(meta, number, int) if number in meta else 0 for number in (9, 11)]
     physical = _field(meta, 1, int)
     if not 0 <= physical < len(_PHYSICAL):
-        raise CorruptEntryError(f"The file has a column of type {physical}, which Parquet does not know.")
+        raise CorruptEntryError(f"Its footer has a column of type {physical}, which does not exist in Parquet.")
     return ColumnChunk(
         path=".".join(bytes(part).decode("utf-8", "replace") for part in _field(meta, 3, list)),
         physical=_PHYSICAL[physical],
@@ -70,7 +75,7 @@ def _column_chunk(meta: dict[int, Any]) -> ColumnChunk:
 def _check_pages(data: memoryview, chunk: ColumnChunk) -> None:
     position, end = chunk.start, chunk.start + chunk.compressed
     if min(chunk.start, chunk.compressed, chunk.num_values, chunk.uncompressed) < 0 or end > len(data):
-        raise CorruptEntryError(f"Column {chunk.path!r} does not lie within the file.")
+        raise CorruptEntryError(f"Column {chunk.path!r} is not within the file.")
     uncompressed = values = 0
     while position < end:
         thrift = _Thrift(data, position, end)
@@ -86,15 +91,15 @@ def _check_pages(data: memoryview, chunk: ColumnChunk) -> None:
         if header.get(1) != _DICTIONARY_PAGE:
             values += sizes[2]
         elif not chunk.has_dictionary:
-            raise CorruptEntryError(f"Column {chunk.path!r} has a dictionary that the file does not mention.")
+            raise CorruptEntryError(f"Column {chunk.path!r} has a dictionary that is not in the footer.")
         uncompressed += sizes[0] + thrift.position - position
         position = thrift.position + sizes[1]
     if position != end or values != chunk.num_values or uncompressed != chunk.uncompressed:
-        raise CorruptEntryError(f"The pages of column {chunk.path!r} do not have the sizes that the file states.")
+        raise CorruptEntryError(f"The pages of column {chunk.path!r} do not have the sizes in the footer.")
 
 
 class _Thrift:
-    """A reader of Thrift's compact protocol: structs become dicts by field number, text stays bytes."""
+    """Parses Thrift's compact protocol. Structs become dicts by field number; text stays bytes."""
 
     def __init__(self, data: memoryview, position: int, end: int) -> None:
         self._data = data
@@ -110,12 +115,12 @@ class _Thrift:
             if kind == 0:
                 return fields
             number = number + delta if delta else self._value(4, depth)
-            # The type of a boolean field is its value.
+            # A boolean field has no value: its type is the value.
             fields[number] = kind == 1 if kind in (1, 2) else self._value(kind, depth)
 
     def _value(self, kind: int, depth: int) -> Any:
         if depth == 0:
-            raise CorruptEntryError("The description of the file is nested too deeply.")
+            raise CorruptEntryError("Its metadata is nested too deeply.")
         if kind in (1, 2, 3):
             return self._byte()
         if kind in (4, 5, 6):
@@ -127,18 +132,18 @@ class _Thrift:
             byte = self._byte()
             size = self._varint() if byte >> 4 == 15 else byte >> 4
             if size > self._end - self.position:
-                raise CorruptEntryError("The file claims a list that is longer than the file.")
+                raise CorruptEntryError("Its metadata has a list that is longer than the file.")
             return [self._value(byte & 0x0F, depth - 1) for _ in range(size)]
         if kind == 12:
             return self.struct(depth - 1)
-        raise CorruptEntryError(f"The description of the file contains a field of the unknown type {kind}.")
+        raise CorruptEntryError(f"Its metadata has a field of the unknown type {kind}.")
 
     def _byte(self) -> int:
         return self._bytes(1)[0]
 
     def _bytes(self, size: int) -> memoryview:
         if size > self._end - self.position:
-            raise CorruptEntryError("The description of the file, or of a page of it, is cut off.")
+            raise CorruptEntryError("The metadata of the file or of a page is truncated.")
         self.position += size
         return self._data[self.position - size : self.position]
 
@@ -149,7 +154,7 @@ class _Thrift:
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
-        raise CorruptEntryError("The description of the file contains a malformed number.")
+        raise CorruptEntryError("Its metadata has a malformed number.")
 
 
 def _field(struct: dict[int, Any], number: int, kind: type[T]) -> T:
@@ -158,5 +163,5 @@ def _field(struct: dict[int, Any], number: int, kind: type[T]) -> T:
 
 def _typed(value: Any, kind: type[T]) -> T:
     if type(value) is not kind:
-        raise CorruptEntryError(f"The description of the file lacks a value of type {kind.__name__}.")
+        raise CorruptEntryError(f"Its metadata lacks a value of type {kind.__name__}.")
     return value

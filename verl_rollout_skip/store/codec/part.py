@@ -1,7 +1,7 @@
-"""Reads the description and the columns of one part, a Parquet file that may be damaged or hostile, without torch.
+"""Reads the description and the columns of one part without torch. The file may be damaged or hostile.
 
-Footer and pages are checked before Arrow sees them, and every type, length, null and size before anything is
-allocated for it. A file that cannot be read raises ``CorruptEntryError``.
+Footer and pages are checked before Arrow reads them. Types, lengths, nulls and sizes are checked before anything is
+allocated for them. A file that cannot be read raises ``CorruptEntryError``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_rollout_skip.errors import CorruptEntryError, EntryTooLargeError, RolloutSkipError
-from verl_rollout_skip.store.codec.dtypes import natural
+from verl_rollout_skip.store.codec.dtypes import checked_size
 from verl_rollout_skip.store.codec.encodings import Encoding, parse_encoding
 from verl_rollout_skip.store.codec.padding import Spans
 from verl_rollout_skip.store.codec.pages import read_columns
@@ -34,49 +34,51 @@ from verl_rollout_skip.store.format import (
 )
 from verl_rollout_skip.store.sizes import format_size
 
-_SHORTAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-# What a Python string takes in addition to its characters. No row needs to refer to it.
+_OUT_OF_RESOURCES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+# The memory of a Python string besides its characters. A dictionary may contain texts that no row uses.
 _TEXT_BYTES = 60
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
 _LENGTHS = {Side.OUTPUT: (PROMPT_LENGTH, RESPONSE_LENGTH), Side.INPUT: (INPUT_LENGTH, INPUT_RESPONSE_LENGTH)}
 ColumnId = tuple[bool, tuple[str, ...]]
-"""A key of a batch: whether it is a tensor, and its path."""
+"""Identifies a key of a batch: whether it is a tensor, and its path."""
 
 
 @contextmanager
-def decoding(what: str = "") -> Iterator[None]:
-    """Turn failures to decode untrusted bytes into ``CorruptEntryError``, or ``EntryTooLargeError`` if memory runs out.
-    ``what`` describes the bytes and is the prefix of the message, unless an inner call has added it."""
+def decoding(error_prefix: str = "") -> Iterator[None]:
+    """Convert errors while decoding untrusted bytes to ``CorruptEntryError``, or ``EntryTooLargeError`` without memory.
+
+    ``error_prefix`` names the bytes. It begins each message, unless a nested call has already added it.
+    """
     try:
         yield
     except RolloutSkipError as error:
-        if str(error).startswith(what):
+        if str(error).startswith(error_prefix):
             raise
-        raise type(error)(f"{what} {error}") from error
+        raise type(error)(f"{error_prefix} {error}") from error
     except (ImportError, FileNotFoundError, PermissionError):
         raise
     except Exception as error:
-        lead = f"{what} ".lstrip()
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORTAGE):
+        prefix = f"{error_prefix} ".lstrip()
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES):
             raise EntryTooLargeError(
-                f"{lead}There is not enough memory, or too many files are open, to decode it ({type(error).__name__}: "
-                f"{error}). The file is not damaged. Load it on a larger machine, or raise the limits of the process."
+                f"{prefix}It cannot be decoded: memory or file descriptors have run out ({type(error).__name__}: "
+                f"{error}). The file is not damaged. Load it on a larger machine, or raise the limits of this process."
             ) from error
-        raise CorruptEntryError(f"{lead}It cannot be decoded ({type(error).__name__}: {error}).") from error
+        raise CorruptEntryError(f"{prefix}It cannot be decoded ({type(error).__name__}: {error}).") from error
 
 
-def check_memory(needed: int, limit: int, what: str = "Loading it") -> None:
+def check_memory(needed: int, limit: int, subject: str = "Loading it") -> None:
     """Raise ``EntryTooLargeError`` before an allocation beyond the limit."""
     if needed > limit:
         raise EntryTooLargeError(
-            f"{what} would take {format_size(needed)} of memory and {format_size(limit)} are allowed. Load it on a "
-            "larger machine or raise max_load_bytes."
+            f"{subject} would take {format_size(needed)} of memory and {format_size(limit)} are allowed. Load it on a "
+            "larger machine, or raise max_load_bytes."
         )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A part's description of one batch: the column and encoding of each numeric key, and the items of its objects."""
+    """How a part stores one batch: column and encoding of each numeric key, and the description of each other key."""
 
     part: PartFile
     spans: Spans | None
@@ -93,14 +95,14 @@ class Layout:
 class PartFile:
     """The columns of one part, by name.
 
-    Each column is read on demand through a separate reader: several threads can read at once, and Arrow's memory for a
-    column is freed as soon as the column is decoded. ``limit`` bounds the memory of one column; ``what`` is the prefix
-    of error messages; ``start`` is the row of the entry that the part begins with.
+    Each column is read on demand, with a separate Arrow reader. So several threads can read at once, and Arrow's memory
+    for a column is freed as soon as the column is decoded. ``limit`` bounds the memory for one column, ``error_prefix``
+    begins each error message, and ``start`` is the index of the part's first row in the entry.
     """
 
-    def __init__(self, data: Any, limit: int, what: str = "", start: int = 0) -> None:
-        self.limit, self.what = limit, what
-        with decoding(what):
+    def __init__(self, data: Any, limit: int, error_prefix: str = "", start: int = 0) -> None:
+        self.limit, self.error_prefix = limit, error_prefix
+        with decoding(error_prefix):
             self._data = pa.py_buffer(data)
             self._chunks = read_columns(memoryview(self._data).cast("B"))
             self._metadata = pq.read_metadata(pa.BufferReader(self._data))
@@ -110,55 +112,57 @@ class PartFile:
             self.description = self._read_description()
             self.rows: int = self._metadata.num_rows
             if type(self.description["rows"]) is not int or self.description["rows"] != self.rows:
-                raise CorruptEntryError(f"It claims {self.description['rows']!r} rows but contains {self.rows}.")
+                raise CorruptEntryError(
+                    f"Its description says {self.description['rows']!r} rows, but it has {self.rows}."
+                )
             self.entry_rows = slice(start, start + self.rows)
 
     def _check_names(self) -> None:
-        """Arrow reads columns by position, so the sizes that were checked must be in the order of the schema."""
+        """Check that the columns are in the order of the schema, because Arrow reads them by position."""
         schema = self._metadata.schema
         leaves = [(schema.column(number).path, schema.column(number).physical_type) for number in range(len(schema))]
         if [(chunk.path, chunk.physical) for chunk in self._chunks] != leaves * self._metadata.num_row_groups:
-            raise CorruptEntryError("Its columns are not those of its schema.")
+            raise CorruptEntryError("Its columns do not match its schema.")
 
     def _read_description(self) -> dict[str, Any]:
         text = (self._metadata.metadata or {}).get(METADATA_KEY)
         if text is None:
-            raise CorruptEntryError("It is a Parquet file, but not one that this package wrote: it has no description.")
+            raise CorruptEntryError("It is a Parquet file, but this package did not write it: it has no description.")
         description: dict[str, Any] = json.loads(text)
         check_version(description["format_version"])
         return description
 
     def layout(self, side: Side) -> Layout:
-        """The description of one of the two batches."""
-        described = self.description[side.value]
+        """The layout of one of the two batches."""
+        description = self.description[side.value]
         spans = self._spans(side)
         numbers: dict[ColumnId, tuple[str, Encoding]] = {}
-        for item in described["numbers"]:
+        for item in description["numbers"]:
             encoding = parse_encoding(item, spans)
             numbers[encoding.element.holder == "torch", tuple(item["path"])] = item["column"], encoding
-        objects = {(False, tuple(item["path"])): item for item in described["objects"]}
+        objects = {(False, tuple(item["path"])): item for item in description["objects"]}
         columns = [field.name for column, encoding in numbers.values() for field in encoding.fields(column)]
-        listed = len(described["numbers"]) + len(described["objects"])
-        if len(set(columns)) != len(columns) or len(numbers.keys() | objects.keys()) != listed:
-            raise CorruptEntryError("The file lists a key or a column twice.")
+        key_count = len(description["numbers"]) + len(description["objects"])
+        if len(set(columns)) != len(columns) or len(numbers.keys() | objects.keys()) != key_count:
+            raise CorruptEntryError("Its description lists a key or a column twice.")
         return Layout(self, spans, numbers, objects)
 
     def _spans(self, side: Side) -> Spans | None:
         if self.description[side.value]["spans"] is None:
             return None
-        widths = [natural(width) for width in self.description[side.value]["spans"]]
+        widths = [checked_size(width) for width in self.description[side.value]["spans"]]
         prompts, responses = (self.numbers(name, pa.int32()).astype(np.int64) for name in _LENGTHS[side])
-        for found, width in zip((prompts, responses), widths, strict=True):
-            if (found < 0).any() or (found > width).any():
-                raise CorruptEntryError("The stored prompt and response lengths do not fit the widths.")
+        for lengths, width in zip((prompts, responses), widths, strict=True):
+            if (lengths < 0).any() or (lengths > width).any():
+                raise CorruptEntryError("Its prompt and response lengths do not fit the widths in its description.")
         return Spans(widths[0], widths[1], prompts, responses)
 
     def stored_bytes(self, name: str, value_bytes: int = 0) -> int:
-        """The memory that a column takes when it is read; ``value_bytes`` is the minimum for one value."""
+        """The memory for reading a column. ``value_bytes`` is the minimum per value."""
         return sum(
             max(chunk.uncompressed, chunk.num_values * (value_bytes or _WIDTHS.get(chunk.physical, 8)))
             for chunk in self._chunks
-            if chunk.path.split(".")[0] == name
+            if chunk.column == name
         )
 
     def pieces(self, name: str, kind: pa.DataType) -> Iterator[tuple[slice, np.ndarray | None, np.ndarray]]:
@@ -175,26 +179,26 @@ class PartFile:
 
     def numbers(self, name: str, kind: pa.DataType) -> np.ndarray:
         """A column of numbers without nulls."""
-        return _joined([values for _, _, values in self.pieces(name, kind)], kind)
+        return _concatenate([values for _, _, values in self.pieces(name, kind)], kind)
 
     def lists(self, name: str, item: pa.DataType) -> tuple[np.ndarray, np.ndarray]:
-        """A column of lists of numbers: the length of each list, and all values concatenated."""
+        """A column of lists of numbers, as the length of each list and the concatenated values."""
         pieces = list(self.pieces(name, pa.list_(item)))
         lengths = [lengths for _, lengths, _ in pieces if lengths is not None]
-        return _joined(lengths, pa.int64()), _joined([values for _, _, values in pieces], item)
+        return _concatenate(lengths, pa.int64()), _concatenate([values for _, _, values in pieces], item)
 
     def texts(self, name: str) -> tuple[list[str], np.ndarray]:
-        """A column of text: the distinct texts, and the index of each row's text, -1 for none."""
+        """A column of text, as the distinct texts and the index of each row's text in them, -1 for null."""
         texts: list[str] = []
         codes = []
         for _, chunk in self.chunks(name, pa.string(), nullable=True):
-            found = _codes(chunk)
-            codes.append(np.where(found < 0, -1, found + len(texts)))
+            chunk_codes = _codes(chunk)
+            codes.append(np.where(chunk_codes < 0, -1, chunk_codes + len(texts)))
             texts += chunk.dictionary.to_pylist()
-        return texts, _joined(codes, pa.int64())
+        return texts, _concatenate(codes, pa.int64())
 
     def buffers(self, name: str) -> list[memoryview]:
-        """A column of bytes, each row as a view of Arrow's memory."""
+        """A column of bytes, as one view of Arrow's memory per row."""
         views = []
         for _, chunk in self.chunks(name, pa.binary()):
             data = memoryview(chunk.buffers()[2] or b"")
@@ -204,16 +208,16 @@ class PartFile:
     def chunks(
         self, name: str, kind: pa.DataType | None = None, nullable: bool = False
     ) -> Iterator[tuple[slice, pa.Array]]:
-        """The Arrow chunks of a column, of type ``kind`` if given; text as a dictionary."""
+        """The Arrow chunks of a column. ``kind`` is the expected type. Text is returned as a dictionary."""
         if self.names.count(name) != 1:
-            raise CorruptEntryError(f"The file has no column {name!r}, although it lists one.")
-        found = self.schema.field(name).type
-        if kind is not None and not _is_same_type(found, kind):
-            raise CorruptEntryError(f"Column {name!r} is of type {found}, not {kind}.")
-        is_text = pa.types.is_string(found)
-        own = [chunk for chunk in self._chunks if chunk.path.split(".")[0] == name]
-        if any(chunk.has_dictionary and chunk.physical.endswith("BYTE_ARRAY") for chunk in own) and not is_text:
-            # No part is written this way, and a few bytes in a dictionary can expand to gigabytes.
+            raise CorruptEntryError(f"It has no column {name!r}, although its description lists one.")
+        actual = self.schema.field(name).type
+        if kind is not None and not _is_same_type(actual, kind):
+            raise CorruptEntryError(f"Column {name!r} is of type {actual}, not {kind}.")
+        is_text = pa.types.is_string(actual)
+        with_dictionary = [chunk.physical for chunk in self._chunks if chunk.has_dictionary and chunk.column == name]
+        if any(physical.endswith("BYTE_ARRAY") for physical in with_dictionary) and not is_text:
+            # This package never writes one, and a few bytes in a dictionary can expand to gigabytes.
             raise CorruptEntryError(f"Column {name!r} has a dictionary, which is not allowed for bulk data.")
         check_memory(self.stored_bytes(name), self.limit, f"Column {name!r}")
         file = pq.ParquetFile(
@@ -223,7 +227,7 @@ class PartFile:
             pre_buffer=False,
             read_dictionary=[name] if is_text else None,
         )
-        # One row group at a time: Arrow's offsets within one read have 32 bits.
+        # One row group at a time, because Arrow's offsets within one read have 32 bits.
         start = text_bytes = 0
         for group in range(self._metadata.num_row_groups):
             for chunk in file.read_row_group(group, columns=[name], use_threads=False).column(name).chunks:
@@ -240,7 +244,7 @@ class PartFile:
 
 
 def as_numpy(array: pa.Array) -> np.ndarray:
-    """An Arrow array of numbers without nulls; ``Array.to_numpy`` would import pandas."""
+    """Convert an Arrow array of numbers without nulls. ``Array.to_numpy`` would import pandas."""
     data, dtype = array.buffers()[1], np.dtype(array.type.to_pandas_dtype())
     if data is None:
         return np.empty(0, dtype)
@@ -251,9 +255,9 @@ def as_numpy(array: pa.Array) -> np.ndarray:
 
 
 def _codes(texts: pa.DictionaryArray) -> np.ndarray:
-    """The dictionary index of each row's text, -1 for none."""
-    found = as_numpy(texts.indices).astype(np.int64)
-    return np.where(as_numpy(texts.indices.is_valid()), found, -1) if texts.null_count else found
+    """The dictionary index of each row's text, -1 for null."""
+    codes = as_numpy(texts.indices).astype(np.int64)
+    return np.where(as_numpy(texts.indices.is_valid()), codes, -1) if texts.null_count else codes
 
 
 def byte_offsets(array: pa.Array) -> np.ndarray:
@@ -264,13 +268,13 @@ def byte_offsets(array: pa.Array) -> np.ndarray:
     )
 
 
-def _is_same_type(found: pa.DataType, kind: pa.DataType) -> bool:
-    if pa.types.is_list(found) and pa.types.is_list(kind):
-        return bool(found.value_type == kind.value_type)  # the name of the inner field does not matter
-    return bool(found == kind)
+def _is_same_type(actual: pa.DataType, expected: pa.DataType) -> bool:
+    if pa.types.is_list(actual) and pa.types.is_list(expected):
+        return bool(actual.value_type == expected.value_type)  # the name of the inner field does not matter
+    return bool(actual == expected)
 
 
-def _joined(pieces: list[np.ndarray], kind: pa.DataType) -> np.ndarray:
+def _concatenate(pieces: list[np.ndarray], kind: pa.DataType) -> np.ndarray:
     if len(pieces) == 1:
         return pieces[0]
     return np.concatenate(pieces) if pieces else np.empty(0, kind.to_pandas_dtype())

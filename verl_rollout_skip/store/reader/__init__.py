@@ -1,7 +1,7 @@
 """Read-only access to recorded rollouts: keys, records, columns and cells, without torch.
 
-``StoreReader`` is a folder of entries, ``EntryReader`` an open entry. Command line, report, statistics and exports use
-these and nothing below them; ``RolloutStore`` builds whole batches on top.
+``StoreReader`` reads a folder of entries, ``EntryReader`` one open entry. The command line, the report, statistics and
+exports use only these two; ``RolloutStore`` builds whole batches on top of the same files.
 """
 
 from verl_rollout_skip.store.format import PROMPT_DIGEST, PROMPT_LENGTH, RESPONSE_LENGTH, SCORE, Side

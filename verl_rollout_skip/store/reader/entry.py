@@ -1,6 +1,6 @@
-"""An open entry to inspect: its columns by name, the tokens of its rows, and the cells of its keys, without torch.
+"""Reads an open entry without torch: columns by name, the tokens of each row, and cells as Python values.
 
-Only requested columns are read. A damaged file raises ``CorruptEntryError``, which names it.
+Only the requested columns are read. A damaged file raises ``CorruptEntryError`` with the name of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
 
 
 class EntryReader:
-    """The rows of one entry. A column that is not recorded, or not in all parts, is None."""
+    """The rows of one entry. A column that is missing in any part is None."""
 
     def __init__(self, record: EntryRecord, parts: Sequence[PartFile]) -> None:
         self.record = record
@@ -34,84 +34,88 @@ class EntryReader:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the columns in the Parquet files, except the bulk data, which all columns share."""
+        """The names of the columns in the Parquet files, without those of the bulk data, which all keys share."""
         names = frozenset().union(*(part.file.names for part in self._parts))
         return frozenset(name for name in names if name not in (BLOBS, BLOB_SIZES) and not name.startswith(BLOBS_OF))
 
     @property
     def response_width(self) -> int | None:
         """The width that responses are padded to; None if they are not padded."""
-        spans = self._joined(lambda part: [part.output.spans])
-        return max((found.response_width for found in spans or () if found is not None), default=None)
+        spans = self._concatenate(lambda part: [part.output.spans])
+        return max((span.response_width for span in spans or () if span is not None), default=None)
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """One column as an Arrow array; null in parts that do not have it."""
-        tables = self._joined(lambda part: [pa.table({name: part.column(name)})])
+        """One column as an Arrow array, null for the rows of parts that do not have it."""
+        tables = self._concatenate(lambda part: [pa.table({name: part.column(name)})])
         return pa.concat_tables(tables or [], promote_options="permissive").column(name)
 
     def numbers(self, name: str) -> np.ndarray | None:
-        """A column of numbers or booleans; None if one of its values is missing."""
+        """A column of numbers or booleans, or None if any value is missing."""
         column = self.column(name)
         is_number = any(is_kind(column.type) for is_kind in _NUMBERS) and not column.null_count
         return np.concatenate([np.empty(0, bool), *map(as_numpy, column.chunks)]) if is_number else None
 
     def texts(self, name: str) -> list[str] | None:
-        """A column of text; None if one of its values is missing."""
-        return self._joined(lambda part: part.texts(name))
+        """A column of text, or None if any value is missing."""
+        return self._concatenate(lambda part: part.texts(name))
 
     def tokens(self, name: str) -> list[np.ndarray] | None:
-        """The values of an output tensor, one array per row without padding; None if it does not have one value per
-        token."""
+        """The values of an output tensor without padding, one array per row.
+
+        None if the tensor does not have exactly one value per token.
+        """
         if name not in self._tokens:
-            self._tokens[name] = self._joined(lambda part: part.tokens(name))
+            self._tokens[name] = self._concatenate(lambda part: part.tokens(name))
         return self._tokens[name]
 
     def bulk_digests(self, column: str) -> list[bytes] | None:
-        """A digest of the bulk data in each row of a column; None if it has none."""
-        return self._joined(lambda part: part.bulk_digests(f"{BLOBS_OF}{column}"))
+        """A digest of the bulk data in each row of a column, or None if the column has no bulk data."""
+        return self._concatenate(lambda part: part.bulk_digests(f"{BLOBS_OF}{column}"))
 
     def cells(self, name: str, rows: Sequence[int] | None = None, side: Side = Side.OUTPUT) -> list[Any] | None:
-        """The Python values of a key for these rows, or for all: numbers, text, objects. A tensor or an image
-        is replaced by a placeholder such as ``(tensor float32 [3, 224, 224])``, an array is returned as it is. None if
-        the key is not recorded, or is a tensor with more than one value per row."""
-        wanted = range(self.record.rows) if rows is None else rows
-        found: dict[int, Any] = {}
+        """The Python values of a key for these rows, or for all rows: numbers, text, objects.
+
+        An array is returned as it is; a tensor or an image is replaced by a placeholder such as
+        ``(tensor float32 [3, 224, 224])``. None if the key is missing, or is a tensor with more than one value per row.
+        """
+        selected = range(self.record.rows) if rows is None else rows
+        by_row: dict[int, Any] = {}
         start = 0
         for part in self._parts:
-            own = [row for row in wanted if start <= row < start + part.file.rows]
-            with decoding(part.file.what):
-                values = part.cells(name, [row - start for row in own], side)
+            part_rows = [row for row in selected if start <= row < start + part.file.rows]
+            with decoding(part.file.error_prefix):
+                values = part.cells(name, [row - start for row in part_rows], side)
             if values is None:
                 return None
-            found.update(zip(own, values, strict=True))
+            by_row.update(zip(part_rows, values, strict=True))
             start += part.file.rows
-        return [found[row] for row in wanted]
+        return [by_row[row] for row in selected]
 
     def simple_keys(self) -> list[str]:
-        """The keys of the output that have one number, boolean or text per row."""
-        with decoding(self._parts[0].file.what):
+        """The keys of the output that have exactly one number, boolean or text per row."""
+        with decoding(self._parts[0].file.error_prefix):
             output = self._parts[0].output
-            found = {
+            simple = {
                 key: encoding.form is Form.DENSE and not encoding.shape for key, (_, encoding) in output.numbers.items()
             }
-            found |= {key: item["cells"] != "json" and not item["shape"] for key, item in output.objects.items()}
-            return [str(path[0]) for (_, path), is_simple in found.items() if is_simple and len(path) == 1]
+            simple |= {key: item["cells"] != "json" and not item["shape"] for key, item in output.objects.items()}
+            return [str(path[0]) for (_, path), is_simple in simple.items() if is_simple and len(path) == 1]
 
     def meta(self, side: Side = Side.OUTPUT) -> dict[Any, Any]:
         """The meta_info of a batch."""
         part = self._parts[0].file
-        with decoding(part.what):
-            return dict(cells.decode_inline(part.description[side.value]["meta"], for_people=True))
+        with decoding(part.error_prefix):
+            return dict(cells.decode_inline(part.description[side.value]["meta"], for_display=True))
 
-    def _joined(self, read: Callable[[_Part], Iterable[T] | None]) -> list[T] | None:
-        found: list[T] = []
+    def _concatenate(self, read: Callable[[_Part], Iterable[T] | None]) -> list[T] | None:
+        joined: list[T] = []
         for part in self._parts:
-            with decoding(part.file.what):
+            with decoding(part.file.error_prefix):
                 values = read(part)
             if values is None:
                 return None
-            found += values
-        return found
+            joined += values
+        return joined
 
 
 class _Part:
@@ -133,11 +137,11 @@ class _Part:
     def texts(self, name: str) -> list[str] | None:
         if name not in self.file.names or not pa.types.is_string(self.file.schema.field(name).type):
             return None
-        texts, codes = self.file.texts(name)  # Arrow would import its compute functions to decode a dictionary
+        texts, codes = self.file.texts(name)  # decoding a dictionary with Arrow would import its compute functions
         return None if (codes < 0).any() else [texts[code] for code in codes.tolist()]
 
     def tokens(self, name: str) -> list[np.ndarray] | None:
-        column, encoding = self._find(name, self.output, tensors_first=True)
+        column, encoding = self._resolve(name, self.output, tensors_first=True)
         if not isinstance(encoding, Encoding):
             return None
         if encoding.form in (Form.CONCAT, Form.JAGGED_CONCAT):
@@ -146,24 +150,24 @@ class _Part:
             return None if pairs is None else [np.concatenate(pair) for pair in pairs]
         if not encoding.is_stored or len(encoding.shape) != (0 if encoding.is_nested else 1):
             return None
-        rows = self._lists(column)
+        rows = self._rows_of_lists(column)
         return self._unpadded(name, rows) if encoding.form is Form.DENSE else rows
 
     def cells(self, name: str, rows: Sequence[int], side: Side) -> list[Any] | None:
         layout = self.output if side is Side.OUTPUT else self._input
-        column, found = self._find(name, layout, tensors_first=False)
-        if found is None:
+        column, spec = self._resolve(name, layout, tensors_first=False)
+        if spec is None:
             return None
-        if isinstance(found, Encoding):
-            return self._number_cells(column, found, layout, rows)
-        if found["cells"] == "json":
+        if isinstance(spec, Encoding):
+            return self._number_cells(column, spec, layout, rows)
+        if spec["cells"] == "json":
             texts, codes = self.file.texts(column)
-            blobs = self._objects.cell_blobs(found["blobs"])
-            values = [cells.decode(texts[codes[row]], blobs(row), for_people=True) for row in rows]
+            blobs = self._objects.cell_blobs(spec["blobs"])
+            values = [cells.decode(texts[codes[row]], blobs(row), for_display=True) for row in rows]
         else:
-            every = self._objects.decode(found, {})
-            values = [every[row] for row in rows]
-        shape = found["shape"]
+            decoded = self._objects.decode(spec, {})
+            values = [decoded[row] for row in rows]
+        shape = spec["shape"]
         return [np.fromiter(value, object, len(value)).reshape(shape).tolist() for value in values] if shape else values
 
     def bulk_digests(self, column: str) -> list[bytes] | None:
@@ -178,16 +182,18 @@ class _Part:
 
     @cached_property
     def _input(self) -> Layout:
-        given = self.file.description[Side.INPUT.value]
-        return Layout(self.file, None, {}, {}) if given is None else self.file.layout(Side.INPUT)
+        description = self.file.description[Side.INPUT.value]
+        return Layout(self.file, None, {}, {}) if description is None else self.file.layout(Side.INPUT)
 
-    def _lists(self, column: str) -> list[np.ndarray]:
+    def _rows_of_lists(self, column: str) -> list[np.ndarray]:
         lengths, values = self.file.lists(column, self.file.schema.field(column).type.value_type)
         return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
 
-    def _find(self, name: str, layout: Layout, tensors_first: bool) -> tuple[str, Encoding | dict[str, Any] | None]:
-        """The column of a key, and its encoding or, for objects, its description. A tensor and an array may have the
-        same name. A key that refers to another key is resolved."""
+    def _resolve(self, name: str, layout: Layout, tensors_first: bool) -> tuple[str, Encoding | dict[str, Any] | None]:
+        """The column of a key and its encoding, or its description if it contains objects.
+
+        A tensor and an array may have the same name. If a key is stored as equal to another one, that one is returned.
+        """
         for is_tensor in (tensors_first, not tensors_first):
             key = is_tensor, (name,)
             if key in layout.objects:
@@ -200,7 +206,7 @@ class _Part:
         return "", None
 
     def _unpadded(self, name: str, rows: list[np.ndarray]) -> list[np.ndarray]:
-        """Remove the padding of stored rows, if the lengths or the attention mask reveal it."""
+        """Remove the padding of stored rows if the lengths or the attention mask say where it is."""
         spans = self.output.spans
         if spans is not None:
             windows = ("prompt",) if name == "prompts" else ("response", "full")
@@ -209,12 +215,12 @@ class _Part:
                 return rows
             starts, ends, _ = spans.bounds(window)
             return [row[start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
-        column, mask = self._find("attention_mask", self.output, tensors_first=True)
+        column, mask = self._resolve("attention_mask", self.output, tensors_first=True)
         if not isinstance(mask, Encoding) or mask.form is not Form.DENSE or len(mask.shape) != 1:
             return rows
         kept = [
             mask[: len(row)] if name == "prompts" else mask[len(mask) - len(row) :]
-            for row, mask in zip(rows, self._lists(column), strict=True)
+            for row, mask in zip(rows, self._rows_of_lists(column), strict=True)
         ]
         return [row[keep != 0] if len(keep) == len(row) else row for row, keep in zip(rows, kept, strict=True)]
 

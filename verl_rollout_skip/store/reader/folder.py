@@ -1,4 +1,4 @@
-"""The committed entries of a folder: lists them, reads their records, and opens one."""
+"""The committed entries of a folder: lists them, reads their records, and opens entries."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from verl_rollout_skip.store.storage.local import LocalStorage
 _READ_LIMIT = 16 << 30
 _MAP_LIMIT = 1 << 50
 _COLUMN_LIMIT = 4 << 30
-_KIND = r"(?:json|[0-9a-f]{32}\.parquet)"
-_STEP = re.compile(rf"(?:(?P<folder>.+)/)?(?P<step>step_\d{{6,}})(?:/(?P<batch>gen_\d{{3,}})\.{_KIND})?")
+_EXTENSION = r"(?:json|[0-9a-f]{32}\.parquet)"
+_ENTRY_PATH = re.compile(rf"(?:(?P<folder>.+)/)?(?P<step>step_\d{{6,}})(?:/(?P<batch>gen_\d{{3,}})\.{_EXTENSION})?")
 
 Stamp = tuple[tuple[str, int, float], ...]
-"""The files of an entry with their sizes and times: a different stamp means that the entry was replaced."""
+"""The files of an entry with their sizes and modification times. If the stamp changes, the entry has been replaced."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StoreReader:
         return committed.read_record(self.storage, key)
 
     def records(self, wanted: Callable[[RolloutKey], bool] = lambda key: True) -> Iterator[EntryRecord | Unreadable]:
-        """The records of the wanted keys in order; each folder is listed once."""
+        """The records of the wanted keys, in order. Each folder is listed only once."""
         for key, files in self._entries(wanted):
             try:
                 yield committed.read_record(self.storage, key, files)
@@ -76,37 +76,39 @@ class StoreReader:
                 yield Unreadable(key, str(error))
 
     def stamps(self, wanted: Callable[[RolloutKey], bool] = lambda key: True) -> dict[RolloutKey, Stamp]:
-        """A stamp of each wanted entry, to detect that one is new or was replaced."""
-        found = {}
+        """A stamp of each wanted entry, to detect new and replaced entries."""
+        stamps = {}
         for key, files in self._entries(wanted):
-            own = [name for name in files if key.gen_batch in (names.parse_record(name), names.parse_part(name))]
-            found[key] = tuple((name, files[name].size, files[name].changed) for name in sorted(own))
-        return found
+            file_names = [name for name in files if key.gen_batch in (names.parse_record(name), names.parse_part(name))]
+            stamps[key] = tuple((name, files[name].size, files[name].changed) for name in sorted(file_names))
+        return stamps
 
     def entry(self, key: RolloutKey, check_digest: bool = False) -> EntryReader:
-        """Open an entry. On a local disk, only requested pages are read, and the checksum of each is verified;
-        ``check_digest`` also verifies the digest of the whole file, which always happens with an object store.
+        """Open an entry.
+
+        On a local disk, only the requested pages are read, and their checksums verified. With ``check_digest``, and
+        always on an object store, each part is read completely and its digest is verified.
         """
         if isinstance(self.storage, LocalStorage) and not check_digest:
-            found = committed.load(self.storage, key, _MAP_LIMIT, _map_part)
+            entry = committed.load(self.storage, key, _MAP_LIMIT, _map_part)
         else:
-            found = committed.load(self.storage, key, _READ_LIMIT)
+            entry = committed.load(self.storage, key, _READ_LIMIT)
         parts = []
-        for recorded, data in zip(found.record.parts, found.parts, strict=True):
-            part = PartFile(data, _COLUMN_LIMIT, _damaged(self.storage, key, recorded))
+        for recorded, data in zip(entry.record.parts, entry.parts, strict=True):
+            part = PartFile(data, _COLUMN_LIMIT, _damage_prefix(self.storage, key, recorded))
             if part.rows != recorded.rows:
                 raise CorruptEntryError(
-                    f"{part.what} It contains {part.rows} rows, but its record says {recorded.rows}."
+                    f"{part.error_prefix} It has {part.rows} rows, but its record says {recorded.rows}."
                 )
             parts.append(part)
-        return EntryReader(found.record, parts)
+        return EntryReader(entry.record, parts)
 
     def _steps(self) -> list[tuple[int, str]]:
         steps = ((names.parse_folder(folder), folder) for folder in self.storage.folders())
         return sorted((step, folder) for step, folder in steps if step is not None)
 
     def _entries(self, wanted: Callable[[RolloutKey], bool]) -> Iterator[tuple[RolloutKey, dict[str, FileInfo]]]:
-        """The wanted keys, each with the files of its step by name."""
+        """The wanted keys, each with the files in its step folder by name."""
         for step, folder in self._steps():
             files = {file.name: file for file in self.storage.files(folder)}
             for key in filter(wanted, _keys(step, files)):
@@ -114,9 +116,11 @@ class StoreReader:
 
 
 def split_path(path: str) -> tuple[str, int | None, int | None]:
-    """Split a path into a folder of entries, a step and a generation batch; None for those that the path does not
-    name. A path that does not name a step is the folder itself."""
-    match = _STEP.fullmatch(path.rstrip("/"))
+    """Split a path into a folder of entries, a step and a generation batch.
+
+    Step and generation batch are None if the path does not name them. Without a step, the folder is the whole path.
+    """
+    match = _ENTRY_PATH.fullmatch(path.rstrip("/"))
     step = names.parse_folder(match["step"]) if match else None
     if match is None or step is None:
         return path, None, None
@@ -128,7 +132,7 @@ def _keys(step: int, files: Iterable[str]) -> list[RolloutKey]:
     return [RolloutKey(step, number) for number in sorted(number for number in numbers if number is not None)]
 
 
-def _damaged(storage: Storage, key: RolloutKey, part: RecordedPart) -> str:
+def _damage_prefix(storage: Storage, key: RolloutKey, part: RecordedPart) -> str:
     return f"The entry of {key} is damaged: {storage.where(names.folder_name(key), part.file)}."
 
 
@@ -136,7 +140,7 @@ def _map_part(storage: Storage, key: RolloutKey, part: RecordedPart) -> Any:
     """Map a part on a local disk into memory, so that only the requested pages are read."""
     folder = names.folder_name(key)
     where = storage.where(folder, part.file)
-    with decoding(_damaged(storage, key, part)):
+    with decoding(_damage_prefix(storage, key, part)):
         storage.info(folder, part.file)  # rejects symbolic links
         try:
             fd = os.open(where, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -145,7 +149,9 @@ def _map_part(storage: Storage, key: RolloutKey, part: RecordedPart) -> Any:
         try:
             size = os.fstat(fd).st_size
             if size != part.bytes:
-                raise CorruptEntryError(f"It has {size} bytes and its record says {part.bytes}.")
+                raise CorruptEntryError(
+                    f"It has {size} bytes, but its record says {part.bytes}. Record the step again, or restore it."
+                )
             return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)

@@ -1,14 +1,15 @@
-"""The contract of a storage. ``commit.py`` relies on these guarantees:
+"""The contract of a storage: the guarantees that ``commit.py`` relies on.
 
-- A storage is one folder. It contains folders, and they contain files. There are no deeper levels. Names never contain
-  a slash.
-- ``stage`` collects bytes without a visible name. ``publish`` turns them into a file atomically and durably: a reader
-  sees all of it or nothing. Without ``replace``, it raises ``FileExistsError`` if the name is taken.
+- A storage is one folder, which contains folders of files and no deeper levels. Names never contain a slash.
+- ``stage`` collects bytes that are not visible to readers yet. ``publish`` turns them into a file atomically and
+  durably: a reader sees the whole file or nothing. Without ``replace``, it raises ``FileExistsError`` if the name is
+  taken.
 - After ``publish``, ``rename`` or ``delete`` returns, a crash of the process or the machine cannot undo it.
-- ``read`` returns a consistent version of the file, and raises ``FileNotFoundError`` if there is none.
-- ``append`` adds bytes to the end of a file, durably. A crash may leave only the first of them. Not every storage can.
-- ``rename`` and ``delete`` do nothing if the file was replaced since the caller saw it. On an object store these are
-  two requests, and a replacement between them is lost.
+- ``read`` returns one consistent version of the file, and raises ``FileNotFoundError`` if there is none.
+- ``append`` durably adds bytes to the end of a file. After a crash, the file may contain only the first of these bytes.
+  Not every storage can append.
+- ``rename`` and ``delete`` do nothing if the file has been replaced since the caller saw it. On an object store, each
+  takes two requests, and a file that is replaced between them is lost.
 - Nothing outside the folder is ever read or written.
 """
 
@@ -25,7 +26,7 @@ import xxhash
 from verl_rollout_skip.store.sizes import format_size
 
 CHUNK = 1 << 20
-"""The size of the pieces in which ``chunks`` reads a file."""
+"""How many bytes ``chunks`` reads at once."""
 HERE = "."
 """The name of the storage's folder itself."""
 
@@ -34,7 +35,7 @@ HERE = "."
 class FileInfo:
     """A file in a folder: its name, size, and modification time (seconds since 1970).
 
-    ``version`` changes when the file is replaced, even by the same bytes.
+    ``version`` changes whenever the file is replaced, even by the same bytes.
     """
 
     name: str
@@ -44,9 +45,9 @@ class FileInfo:
 
 
 class Staged(ABC):
-    """Bytes that are not published yet. Leaving the ``with`` block without publishing discards them.
+    """Bytes that are not published yet. If the ``with`` block ends before they are, they are discarded.
 
-    ``stream`` is an Arrow stream, and the digest is computed at the end in one call, so writing never waits for the
+    ``stream`` is an Arrow stream, and the digest is computed in one call at the end. So writing does not wait for the
     GIL, which a busy training thread releases only every five milliseconds.
     """
 
@@ -60,16 +61,16 @@ class Staged(ABC):
 
     @abstractmethod
     def content(self) -> Any:
-        """All written bytes as a buffer. Nothing can be written afterwards."""
+        """All written bytes as a buffer. Ends writing."""
 
     def measure(self) -> tuple[int, str]:
-        """Size and digest of all written bytes. Nothing can be written afterwards."""
+        """The size and the digest of all written bytes. Ends writing."""
         with memoryview(self.content()) as view:
             return view.nbytes, digest_of(view)
 
     @abstractmethod
     def discard(self) -> None:
-        """Discard the bytes. Does nothing if they were published."""
+        """Discard the bytes. Does nothing if they have been published."""
 
     def __enter__(self) -> Staged:
         return self
@@ -84,7 +85,7 @@ def digest_of(data: Any) -> str:
 
 
 class Storage(Protocol):
-    """See the module docstring for the guarantees of each method."""
+    """The module docstring lists the guarantees of each method."""
 
     shows_writers: bool
     """Whether staged files are visible in their folder, with names that start with ``names.TEMPORARY``."""
@@ -95,36 +96,36 @@ class Storage(Protocol):
     def publish(self, staged: Staged, name: str, replace: bool = False) -> None: ...
 
     def read(self, folder: str, name: str, limit: int) -> Any:
-        """The bytes of a file. Raises ``EntryTooLargeError`` if there are more than ``limit``."""
+        """The content of a file. Raises ``EntryTooLargeError`` if it has more than ``limit`` bytes."""
 
     def chunks(self, folder: str, name: str) -> Iterator[bytes]:
-        """The bytes of a file in small pieces. The file may grow meanwhile. Raises ``FileNotFoundError``."""
+        """The content of a file in small pieces. The file may grow while it is read."""
 
     def append(self, folder: str, name: str, data: bytes) -> None:
-        """Append to a file, and create it if there is none. Only if ``can_append``, and by one process per file."""
+        """Append to a file, or create it. Requires ``can_append``. Only one process may append to a file."""
 
     def info(self, folder: str, name: str) -> FileInfo | None: ...
 
     def rename(self, folder: str, seen: FileInfo, new: str) -> bool:
-        """Rename a file if it has not been replaced since it was seen. Overwrites ``new``. Returns whether it did."""
+        """Rename a file, unless it was replaced since it was seen. Overwrites ``new``. Returns whether it did so."""
 
     def delete(self, folder: str, file: str | FileInfo) -> bool:
-        """Delete a file: by name, or only if it has not been replaced since it was seen. Returns whether it did."""
+        """Delete a file: by name, or unless it was replaced since it was seen. Returns whether it did so."""
 
     def folders(self) -> Iterator[str]: ...
 
     def names(self, folder: str) -> list[str]:
-        """The names of the files in a folder; empty if there is no such folder."""
+        """The names of the files in a folder, empty if the folder does not exist."""
 
     def files(self, folder: str) -> list[FileInfo]:
-        """The files in a folder; empty if there is no such folder."""
+        """The files in a folder, empty if the folder does not exist."""
 
     def where(self, folder: str = "", name: str = "") -> str:
-        """A path or URL for messages."""
+        """The path or URL of a file, a folder, or the storage itself, for messages."""
 
 
 def too_large(where: str, size: int, limit: int) -> str:
-    """The message for a file that is too large to be read."""
+    """The message for a file that is too large to read."""
     return (
         f"{where} has {format_size(size)}, but at most {format_size(limit)} may be read. If it is supposed to be that "
         "large, raise max_load_bytes."

@@ -1,4 +1,4 @@
-"""A folder on a local file system, safe against crashes, concurrent writers, and symbolic links out of the folder.
+"""A local folder, safe against crashes, concurrent writers, and symbolic links that lead out of it.
 
 Files are written under a temporary name in their folder, synced, and then hard-linked to their final name. Linking
 fails if the name is taken, so the first writer wins without a lock. Every folder and file is opened relative to its
@@ -41,7 +41,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def _again_if_stale(read: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """On NFS, another machine can replace or delete a file or its folder while it is open here."""
+    """Retry a read: on NFS, another machine can replace or delete a file or folder while it is open here."""
 
     @functools.wraps(read)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -51,7 +51,7 @@ def _again_if_stale(read: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
 
 class LocalStaged(Staged):
-    """A temporary file in its final folder."""
+    """A temporary file in the folder where it will be published."""
 
     def __init__(self, folder: str, folder_fd: int) -> None:
         self.folder_fd = folder_fd
@@ -77,7 +77,7 @@ class LocalStaged(Staged):
     def discard(self) -> None:
         if self.folder_fd < 0:
             return
-        with contextlib.suppress(OSError):  # the bytes are no longer needed
+        with contextlib.suppress(OSError):  # the bytes are discarded anyway
             self.stream.close()
         self._remove()
         os.close(self.folder_fd)
@@ -90,7 +90,7 @@ class LocalStaged(Staged):
 
 
 class LocalStorage:
-    """A folder under a local path. The first write creates it."""
+    """A folder at a local path. The first write creates it."""
 
     shows_writers = True
     can_append = True
@@ -167,22 +167,22 @@ class LocalStorage:
     def info(self, folder: str, name: str) -> FileInfo | None:
         try:
             with self._folder_fd(folder) as folder_fd:
-                found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+                status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
-        return _file_info(name, self._regular(found, folder, name))
+        return _file_info(name, self._regular(status, folder, name))
 
     def rename(self, folder: str, seen: FileInfo, new: str) -> bool:
         with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as folder_fd:
-            is_same = _rename_seen(folder_fd, seen, new)
+            is_renamed = _rename_if_unchanged(folder_fd, seen, new)
             os.fsync(folder_fd)
-            return is_same
+            return is_renamed
         return False
 
     def delete(self, folder: str, file: str | FileInfo) -> bool:
         with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as folder_fd:
             name = file if isinstance(file, str) else _temporary_name()
-            if isinstance(file, str) or _rename_seen(folder_fd, file, name):
+            if isinstance(file, str) or _rename_if_unchanged(folder_fd, file, name):
                 os.unlink(name, dir_fd=folder_fd)
                 os.fsync(folder_fd)
                 return True
@@ -204,13 +204,13 @@ class LocalStorage:
 
     @_again_if_stale
     def files(self, folder: str) -> list[FileInfo]:
-        found = []
+        infos = []
         with contextlib.suppress(FileNotFoundError), self._folder_fd(folder) as fd, os.scandir(fd) as entries:
             for entry in entries:
                 if entry.is_file(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):  # removed by another process in the meantime
-                        found.append(_file_info(entry.name, entry.stat(follow_symlinks=False)))
-        return found
+                        infos.append(_file_info(entry.name, entry.stat(follow_symlinks=False)))
+        return infos
 
     def where(self, folder: str = "", name: str = "") -> str:
         return str(self.root / folder / name)
@@ -230,7 +230,7 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def _no_links(self, folder: str, name: str = "") -> Iterator[None]:
-        """Turn the system's errors about symbolic links and special files into ``UnsafePathError``."""
+        """Convert errors of the system about symbolic links and special files to ``UnsafePathError``."""
         try:
             yield
         except OSError as error:
@@ -238,10 +238,10 @@ class LocalStorage:
                 raise self._unsafe(folder, name) from error
             raise
 
-    def _regular(self, found: os.stat_result, folder: str, name: str) -> os.stat_result:
-        if not stat.S_ISREG(found.st_mode):
+    def _regular(self, status: os.stat_result, folder: str, name: str) -> os.stat_result:
+        if not stat.S_ISREG(status.st_mode):
             raise self._unsafe(folder, name)
-        return found
+        return status
 
     def _unsafe(self, folder: str, name: str) -> UnsafePathError:
         return UnsafePathError(
@@ -250,13 +250,13 @@ class LocalStorage:
         )
 
 
-def is_own_leftover(name: str) -> bool | None:
-    """Whether the process that wrote a temporary file on this machine has ended; None if unknown."""
-    host, _, process = name.removeprefix(TEMPORARY).rpartition("-")[0].rpartition("-")
-    if host != _host() or not process.isdigit():
+def writer_has_exited(name: str) -> bool | None:
+    """Whether the pid that wrote a temporary file has ended; None if it ran on another machine or is unknown."""
+    host, _, pid = name.removeprefix(TEMPORARY).rpartition("-")[0].rpartition("-")
+    if host != _host() or not pid.isdigit():
         return None
     try:
-        os.kill(int(process), 0)
+        os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
     except (PermissionError, OverflowError):
@@ -265,9 +265,9 @@ def is_own_leftover(name: str) -> bool | None:
 
 
 def free_bytes(path: Any) -> int:
-    """The free space on the file system of a path. The path need not exist."""
-    here = Path(path)
-    return shutil.disk_usage(next(folder for folder in (here, *here.parents) if folder.exists())).free
+    """The free space on the file system of a path, which does not have to exist."""
+    start = Path(path)
+    return shutil.disk_usage(next(folder for folder in (start, *start.parents) if folder.exists())).free
 
 
 @contextlib.contextmanager
@@ -280,7 +280,7 @@ def _opened(path: str | Path, flags: int = _ROOT_FLAGS, dir_fd: int | None = Non
 
 
 def _retry(number: int, function: Callable[[], Result]) -> Result:
-    """Call a function, and retry a few times if it fails with this error number."""
+    """Call a function, and retry a few times if it raises an ``OSError`` with this number."""
     for _ in range(_ATTEMPTS - 1):
         try:
             return function()
@@ -296,18 +296,18 @@ def _link(folder_fd: int, temporary: str, name: str) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # The file system has no hard links. Two simultaneous writers of one name can both pass this check; then the
+        # The file system has no hard links. If two writers of the same name pass this check at the same moment, the
         # later one wins.
         if os.access(name, os.F_OK, dir_fd=folder_fd, follow_symlinks=False):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from None
         os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 
-def _rename_seen(folder_fd: int, seen: FileInfo, new: str) -> bool:
+def _rename_if_unchanged(folder_fd: int, seen: FileInfo, new: str) -> bool:
     os.rename(seen.name, new, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
     if _file_info(new, os.stat(new, dir_fd=folder_fd, follow_symlinks=False)).version == seen.version:
         return True
-    # Another process has replaced the file: put it back, unless there is an even newer one.
+    # Another process has replaced the file. Restore its file, unless there is an even newer one.
     with contextlib.suppress(FileExistsError):
         _link(folder_fd, new, seen.name)
     with contextlib.suppress(FileNotFoundError):
@@ -326,8 +326,8 @@ def _make_durable(folder: Path) -> None:
         os.fsync(parent_fd)
 
 
-def _file_info(name: str, found: os.stat_result) -> FileInfo:
-    return FileInfo(name, found.st_size, found.st_mtime, f"{found.st_ino} {found.st_mtime_ns}")
+def _file_info(name: str, status: os.stat_result) -> FileInfo:
+    return FileInfo(name, status.st_size, status.st_mtime, f"{status.st_ino} {status.st_mtime_ns}")
 
 
 def _temporary_name() -> str:
@@ -336,7 +336,7 @@ def _temporary_name() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _host() -> str:
-    """Identifies where a pid is valid: this machine since its last boot, and the container on it."""
+    """Identify the scope of a pid: this machine since its last boot, and the container on it."""
     identity = socket.gethostname()
     with contextlib.suppress(OSError):
         identity += Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")

@@ -9,7 +9,7 @@ from verl_rollout_skip.store.storage.contract import Storage
 from verl_rollout_skip.store.storage.local import LocalStorage
 from verl_rollout_skip.store.storage.remote import RemoteStorage
 
-# fsspec also supports chains such as dir::s3://bucket. A path with a later :// is still a path.
+# fsspec also supports chains such as dir::s3://bucket. A path that contains :// after a slash is still a path.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _CACHES = {"simplecache", "filecache", "blockcache", "cached"}
 
@@ -24,7 +24,7 @@ def open_storage(path: str, options: dict[str, Any] | None = None) -> Storage:
     caches = _CACHES.intersection(path.split("::")[:-1]) if is_url(path) else ()
     if caches:
         raise OSError(
-            f"{path} goes through fsspec's {min(caches)}, which may return records that have been replaced. "
+            f"{path} uses fsspec's {min(caches)}, which may return records that have been replaced. "
             f"Use {path.rpartition('::')[2]}."
         )
     if path.startswith("file://"):

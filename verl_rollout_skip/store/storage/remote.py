@@ -1,8 +1,8 @@
 """A folder on an object store, through fsspec: s3://, gs://, memory:// and others.
 
-Each file is one put, which is complete and durable when it returns. The first writer of a name wins if the store
-supports conditional puts (S3, Google Cloud Storage and memory do); otherwise the name is checked just before the put.
-Errors of the library behind a URL are raised as ``OSError``, so callers do not depend on it.
+Each file is written by one put, which is complete and durable when it returns. The first writer of a name wins if the
+store supports conditional puts (S3, Google Cloud Storage and memory do). Otherwise, the name is checked just before the
+put. Errors of the library behind a URL are raised as ``OSError``, so that callers do not depend on the library.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _CREDENTIALS = {
     **dict.fromkeys(("s3", "s3a"), ": AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or a role"),
     **dict.fromkeys(("gs", "gcs"), ": GOOGLE_APPLICATION_CREDENTIALS or a service account"),
 }
-# The names of the modification time in S3, local and SFTP, Google Cloud Storage, memory, and Azure.
+# What S3, local files and SFTP, Google Cloud Storage, memory, and Azure call the modification time.
 _TIMES = ("LastModified", "mtime", "updated", "created", "last_modified", "creation_time")
 
 
 class RemoteStaged(Staged):
-    """Bytes in memory until they are published."""
+    """Bytes that stay in memory until they are published."""
 
     def content(self) -> Any:
         return self.stream.getvalue()
@@ -49,7 +49,7 @@ class RemoteStaged(Staged):
 
 
 class RemoteStorage:
-    """A folder under a URL."""
+    """A folder at a URL."""
 
     shows_writers = False
     can_append = False
@@ -63,14 +63,14 @@ class RemoteStorage:
     def _open(self) -> None:
         # A cached listing would hide entries that other processes have committed.
         advice = _LIBRARIES.get(self._protocol, "")
-        with self._as_os_error("cannot be opened:", advice, but=()):
+        with self._as_os_error("cannot be opened:", advice, passthrough=()):
             self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **self._options)
         self._root = root.rstrip("/")
         self._pid = os.getpid()
-        # WebHDFS keeps no listings, and has no option to refresh them.
-        names = inspect.signature(self._filesystem.info).parameters
-        self._no_cache = {"refresh": True} if {"refresh", "kwargs"} & names.keys() else {}
-        # Buckets have no folders, and makedirs could create a bucket with a misspelled name.
+        # WebHDFS does not cache listings, so it has no option to refresh them.
+        parameters = inspect.signature(self._filesystem.info).parameters
+        self._no_cache = {"refresh": True} if {"refresh", "kwargs"} & parameters.keys() else {}
+        # Buckets have no folders, and if a name is misspelled, makedirs could create a bucket.
         protocol = self._filesystem.protocol
         self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
@@ -84,23 +84,23 @@ class RemoteStorage:
         return self._filesystem
 
     @contextlib.contextmanager
-    def _as_os_error(self, problem: str, advice: str = "", but: Any = OSError) -> Iterator[None]:
-        """Turn any error of the library behind the URL into an ``OSError`` that names the URL and says what to do."""
+    def _as_os_error(self, problem: str, advice: str = "", passthrough: Any = OSError) -> Iterator[None]:
+        """Convert any error of the library behind the URL to an ``OSError`` that names the URL and says what to do."""
         try:
             yield
-        except but:
+        except passthrough:
             raise
         except Exception as error:
             if "not known" in str(error):
                 advice = "Use an absolute path, or a URL that fsspec supports."
             elif "credential" in f"{type(error).__name__} {error}".lower():
-                known = _CREDENTIALS.get(self._protocol, "")
-                advice = f"This process needs credentials{known}."
-            line = (str(error).splitlines() or [""])[0].rstrip(". ")
-            raise OSError(f"{self.url} {problem} {type(error).__name__}: {line}. {advice}".rstrip()) from error
+                sources = _CREDENTIALS.get(self._protocol, "")
+                advice = f"This process needs credentials{sources}."
+            first_line = (str(error).splitlines() or [""])[0].rstrip(". ")
+            raise OSError(f"{self.url} {problem} {type(error).__name__}: {first_line}. {advice}".rstrip()) from error
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of the file system."""
+        """Call a method of the file system, with its errors converted."""
         with self._as_os_error("cannot be accessed:"):
             return getattr(self._fs, method)(*arguments, **options)
 
@@ -126,7 +126,9 @@ class RemoteStorage:
             yield bytes(self._ask("cat_file", self._path(folder, name), start=start, end=end))
 
     def append(self, folder: str, name: str, data: bytes) -> None:
-        raise OSError(f"{self.where(folder, name)} is an object, and nothing can be appended to it: write it again.")
+        raise OSError(
+            f"{self.where(folder, name)} is on an object store, which cannot append. Publish the whole file again."
+        )
 
     def info(self, folder: str, name: str) -> FileInfo | None:
         return self._find(self._path(folder, name))
@@ -145,8 +147,8 @@ class RemoteStorage:
     def delete(self, folder: str, file: str | FileInfo) -> bool:
         name = file.name if isinstance(file, FileInfo) else file
         if isinstance(file, FileInfo):
-            found = self.info(folder, name)
-            if found is None or (found.size, found.version) != (file.size, file.version):
+            current = self.info(folder, name)
+            if current is None or (current.size, current.version) != (file.size, file.version):
                 return False
         try:
             self._ask("rm_file", self._path(folder, name))
@@ -155,15 +157,15 @@ class RemoteStorage:
             return False
 
     def folders(self) -> Iterator[str]:
-        for found in self._list(self._root):
-            if found["type"] == "directory":
-                yield found["name"].rstrip("/").rsplit("/", 1)[-1]
+        for item in self._list(self._root):
+            if item["type"] == "directory":
+                yield item["name"].rstrip("/").rsplit("/", 1)[-1]
 
     def names(self, folder: str) -> list[str]:
         return [file.name for file in self.files(folder)]
 
     def files(self, folder: str) -> list[FileInfo]:
-        return [_file_info(found) for found in self._list(self._path(folder)) if found["type"] == "file"]
+        return [_file_info(item) for item in self._list(self._path(folder)) if item["type"] == "file"]
 
     def where(self, folder: str = "", name: str = "") -> str:
         return "/".join(part for part in (self.url, folder, name) if part not in ("", HERE))
@@ -192,14 +194,14 @@ class RemoteStorage:
         return "/".join(part for part in (self._root, folder, name) if part not in ("", HERE))
 
 
-def _file_info(found: dict[str, Any]) -> FileInfo:
-    changed = next((found[name] for name in _TIMES if found.get(name)), None)
+def _file_info(details: dict[str, Any]) -> FileInfo:
+    changed = next((details[name] for name in _TIMES if details.get(name)), None)
     seconds = changed.timestamp() if isinstance(changed, datetime) else changed
-    if seconds is None and "modificationTime" in found:  # WebHDFS
-        seconds = found["modificationTime"] / 1000
-    tag = found.get("ETag") or found.get("etag") or found.get("fileId")
+    if seconds is None and "modificationTime" in details:  # WebHDFS
+        seconds = details["modificationTime"] / 1000
+    etag = details.get("ETag") or details.get("etag") or details.get("fileId")
     # S3 returns fractions of a second in a listing, but not for a single file.
-    version = f"{tag} {seconds and int(seconds)}" if tag else str(seconds)
+    version = f"{etag} {seconds and int(seconds)}" if etag else str(seconds)
     if seconds is None:
-        seconds = time.time()  # unknown: treated as new, so that it is never pruned as a leftover
-    return FileInfo(found["name"].rsplit("/", 1)[-1], int(found["size"]), float(seconds), version)
+        seconds = time.time()  # unknown: treat the file as new, so that it is never pruned as a leftover
+    return FileInfo(details["name"].rsplit("/", 1)[-1], int(details["size"]), float(seconds), version)

@@ -67,10 +67,12 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         generator.generate_sequences = self._rollout_step
         self._watch_updates()
         observe_updates(self, self.rollout_skip.ledger)
+        if self.rollout_skip.shadow is not None:
+            self.rollout_skip.shadow.show_text(self.tokenizer.decode)
         settings = self.rollout_skip.settings
         if not settings.starts_engine:
             compat.stop_weight_syncs(self)
-        elif settings.mode.reads and getattr(self, "checkpoint_manager", None) is not None:
+        elif settings.defers_weight_syncs and getattr(self, "checkpoint_manager", None) is not None:
             self._weight_sync = DeferredWeightSync(self.checkpoint_manager)
 
     # The rollout step
@@ -89,8 +91,14 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         started = time.perf_counter()
         key = self._next_key(self.global_steps)
         inputs = prompts if self._driver_batch is None else self._driver_batch.complete(prompts)
-        rollout = self.rollout_skip.step(key, inputs, lambda _: self._generate_now(prompts))
-        if rollout.inputs is not inputs:
+
+        def generate(given: DataProto) -> DataProto:
+            if given is not inputs:  # in mode shadow, the engine gets the recorded prompts too
+                self._replace_batch(given, prompts)
+            return self._generate_now(prompts)
+
+        rollout = self.rollout_skip.step(key, inputs, generate)
+        if rollout.inputs is not inputs and self.rollout_skip.shadow is None:
             self._replace_batch(rollout.inputs, prompts)
         if rollout.hit and self.rollout_skip.settings.reward is Reward.RECOMPUTE:
             recompute_rewards(rollout.batch, rollout.inputs, self)
@@ -131,7 +139,7 @@ class RolloutSkipMixin(SkipMixin, HostTrainer):
         steps_in_data = len(self.train_dataloader) * trainer.total_epochs
         last = min(self.total_training_steps, steps_in_data)
         filters = OmegaConf.select(self.config, "algorithm.filter_groups.enable")
-        if filters and mode is Mode.REPLAY:
+        if filters and mode.needs_all_steps:
             # A filter may use up the data before the last step, as it may have done in the recorded training.
             last = min(last, max((key.step for key in self.rollout_skip.recorded_keys()), default=0))
         checkpoint = find_checkpoint(trainer)

@@ -6,7 +6,8 @@ to be drawn from the dataloader before it is known whether the step can be loade
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tensordict import TensorDict
@@ -38,6 +39,14 @@ class Alignment:
         self._fetch = fetch
         self._state = state
         self._compares = compares
+        self._can_put_back = False
+
+    def next_chunk(self) -> TensorDict:
+        """The next chunk of prompts for the trainer: one that was put back, or one from the dataloader."""
+        if self._can_put_back:
+            return self._push_back.draw(self._fetch, self._state)
+        chunk = self._push_back.next()
+        return self._fetch() if chunk is None else chunk
 
     def align(self, entry: Entry) -> RepeatedInput:
         """The current prompts in the row order of an entry. Raises ``InputMismatch`` if they cannot match it.
@@ -60,6 +69,21 @@ class Alignment:
     def undo(self) -> None:
         """Put back the refills that were drawn."""
         self._in_flight.remove_last(self._push_back.put_back())
+
+    @contextmanager
+    def redrawn(self) -> Iterator[None]:
+        """Put back the refills of a recorded step while the engine generates, because it may draw more or fewer of them
+        than the recorded one. Draw those of the recorded step again at the end."""
+        wanted = len(self._in_flight.drawn)
+        self.undo()
+        self._can_put_back = True
+        try:
+            yield
+        finally:
+            self._can_put_back = False
+        self.undo()
+        while len(self._in_flight.drawn) < wanted:
+            self._in_flight.add(self._push_back.draw(self._fetch, self._state))
 
     def _draw(self, entry: Entry, positions: list[int], recorded: list[str]) -> None:
         """Draw as many prompts as the recorded step. Each chunk is compared before the next one is drawn, so that as

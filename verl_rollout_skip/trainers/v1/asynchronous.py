@@ -31,6 +31,12 @@ _REASON = (
 
 def check_settings(settings: SkipConfig) -> None:
     """Reject settings with which a replay cannot be exact, before any worker starts."""
+    if settings.mode is Mode.SHADOW:
+        raise ConfigError(
+            f"{BLOCK}.mode is 'shadow', but {_REASON}. What the engine generates in a step does not have to be what a "
+            "recorded training generated in it, even if both are correct, so it cannot be compared. Use "
+            "trainer.v1.trainer_mode=skip_sync to test the engine, or mode replay."
+        )
     if settings.mode in (Mode.REPEAT, Mode.REPEAT_LAST):
         raise ConfigError(
             f"{BLOCK}.mode is {settings.mode.value!r}, but {_REASON}, so a recorded step cannot replace another one. "

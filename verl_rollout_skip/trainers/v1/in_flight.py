@@ -59,7 +59,7 @@ class PromptRows:
     def rows(self, positions: Iterable[int]) -> TensorDict:
         """The prompts at these positions, one row per position, including uids."""
         chosen = [self.prompts[position] for position in positions]
-        columns = {name: _column([row[name] for row in chosen]) for name in self.names}
+        columns = {name: column_of([row[name] for row in chosen]) for name in self.names}
         return TensorDict(columns, batch_size=[len(chosen)])
 
 
@@ -80,7 +80,7 @@ class InFlight:
 
     def add(self, batch: TensorDict) -> None:
         """Add prompts that were just drawn, as the dataloader returns them, with their uids."""
-        self._prompts += [Prompt(str(row[UID]), row) for row in _rows(batch)]
+        self._prompts += [Prompt(str(row[UID]), row) for row in rows_of(batch)]
 
     def restore(self, batch: TensorDict | None) -> None:
         """Add prompts that were in flight when the checkpoint of this training was saved."""
@@ -143,7 +143,8 @@ def _own(row: dict[str, Any]) -> dict[str, Any]:
     return {name: cell.clone() if isinstance(cell, torch.Tensor) else cell for name, cell in row.items()}
 
 
-def _rows(batch: TensorDict) -> list[dict[str, Any]]:
+def rows_of(batch: TensorDict) -> list[dict[str, Any]]:
+    """The rows of a batch of prompts, including uids."""
     columns: dict[str, list[Any]] = {}
     for name in batch.keys():  # noqa: SIM118 - iterating over a TensorDict yields its rows
         column = batch.get(name)
@@ -156,7 +157,8 @@ def _rows(batch: TensorDict) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _column(found: list[Any]) -> Any:
+def column_of(found: list[Any]) -> Any:
+    """A column of a batch with these cells."""
     if all(isinstance(cell, torch.Tensor) for cell in found):
         return torch.stack(found)
     # tensordict spends most of its time wrapping cells, and rows of the same prompt share cells.

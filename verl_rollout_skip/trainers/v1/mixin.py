@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from verl_rollout_skip.config.modes import Mode, Reward, Tasks
-from verl_rollout_skip.config.skip_config import BLOCK, SkipConfig, remove_skip_keys
+from verl_rollout_skip.config.skip_config import SkipConfig, remove_skip_keys
 from verl_rollout_skip.errors import QueueError, UnsupportedBatchError, UnsupportedTrainerError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.replay.lineage import LEARNED_FROM
@@ -34,8 +34,9 @@ from verl_rollout_skip.trainers.v1.compat import PARTITION, SYNC
 from verl_rollout_skip.trainers.v1.dataloader import PushBack
 from verl_rollout_skip.trainers.v1.in_flight import InFlight
 from verl_rollout_skip.trainers.v1.metrics import of_step
+from verl_rollout_skip.trainers.v1.shadow import ShadowSteps
 from verl_rollout_skip.trainers.v1.transfer import rows as queue
-from verl_rollout_skip.trainers.v1.transfer.loading import PutEntry, TaskLoader
+from verl_rollout_skip.trainers.v1.transfer.loading import PutEntry, TaskLoader, report_driver_loads
 from verl_rollout_skip.trainers.v1.transfer.partial import PartialRollouts
 from verl_rollout_skip.trainers.v1.transfer.pool import TaskPool
 from verl_rollout_skip.trainers.v1.transfer.reading import SampleReader
@@ -64,24 +65,14 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
         mode = compat.base_mode(type(self))
         resume_hint = "" if mode == SYNC else asynchronous.resume_hint(config)
         settings = SkipConfig.from_config(config)
+        by_tasks = settings.reward is Reward.RECORDED and settings.mode is not Mode.SHADOW
         self._pool = TaskPool(settings.tasks)
-        self._loader = TaskLoader(self._pool, settings.reward is Reward.RECORDED, ahead=mode == SYNC)
+        self._loader = TaskLoader(self._pool, by_tasks, ahead=mode == SYNC)
         self._open_rollout_skip(copy.deepcopy(config), compat.check_trainer, resume_hint, self._loader)
         if not self._is_on:
-            reason = f"{BLOCK}.mode is off" if BLOCK in config else f"the configuration has no block {BLOCK}"
-            logger.info(
-                "%s records and replays nothing, because %s. To record, set %s.mode=cache and %s.dump_dir (with a plus "
-                "sign if the configuration has no such block).",
-                type(self).__name__,
-                reason,
-                BLOCK,
-                BLOCK,
-            )
+            self._report_off(config)
         if settings.tasks is Tasks.ON and settings.mode.reads:
-            recomputes = settings.reward is Reward.RECOMPUTE
-            if recomputes or self.rollout_skip.replaces_prompts:
-                why = "reward is 'recompute'" if recomputes else "recorded batches replace the current ones"
-                logger.info("the driver loads rollouts although %s.tasks is 'on', because %s", BLOCK, why)
+            report_driver_loads(settings, self.rollout_skip.replaces_prompts)
         if self._is_on and settings.tasks is not Tasks.OFF:
             self._find_nodes()
         reward.check_settings(self.rollout_skip.settings, config)
@@ -94,11 +85,12 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
             self._in_flight,
             self._push_back,
             fetch=self._fetch_from_dataloader,
-            state=self._dataloader_state,
+            state=lambda: self.train_dataloader.state_dict(),
             compares=not self.rollout_skip.replaces_prompts,
         )
         self._reader = SampleReader(self.rollout_skip, self._pool, self._in_flight)
         self._partial = PartialRollouts(self.rollout_skip, self._pool, self._in_flight, is_on=mode == SYNC)
+        self._shadow = ShadowSteps(self.rollout_skip.shadow, config, self._in_flight)
         self._held: list[TensorDict] = []
         self._prepared: dict[str, Any] = {}
         self._generating: RolloutKey | None = None
@@ -147,15 +139,10 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
     # Drawing and submitting prompts
 
     def _fetch_one_gen_batch(self) -> TensorDict:
-        chunk = self._push_back.next()
-        return self._fetch_from_dataloader() if chunk is None else chunk
+        return self._alignment.next_chunk()
 
     def _fetch_from_dataloader(self) -> TensorDict:
         return super()._fetch_one_gen_batch()
-
-    def _dataloader_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.train_dataloader.state_dict()
-        return state
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         if not self._is_on:
@@ -206,6 +193,8 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
         found = self._find(key)
         if isinstance(found, Miss):
             return self._generate(found, batch_size)
+        if self.rollout_skip.shadow is not None:
+            found = self._generate_to_compare(key, found, batch_size)
         return self._put(key, found, started)
 
     def _find(self, key: RolloutKey) -> Rollout | Miss:
@@ -250,36 +239,49 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
         return batch, dict(sample.metrics)
 
     def _generate(self, miss: Miss, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        self._prepare_to_generate(miss.key)
+        started = time.perf_counter()
+        self._partial.begin(miss)
+        with self._partial.recording(miss):
+            batch, metrics = self._submit_and_sample(miss.key, batch_size)
+        self._record(miss, batch, metrics, time.perf_counter() - started)
+        return batch, metrics
+
+    def _generate_to_compare(self, key: RolloutKey, rollout: Rollout, batch_size: int) -> Rollout:
+        """In mode shadow: generate a step that is recorded too, and compare. The generated rows are removed."""
+        self._prepare_to_generate(key)
+        with self._alignment.redrawn(), self._shadow.step(rollout):
+            started = time.perf_counter()
+            batch, _ = self._submit_and_sample(key, batch_size)
+            return self._shadow.compare(key, rollout, batch, time.perf_counter() - started)
+
+    def _prepare_to_generate(self, key: RolloutKey) -> None:
         if self._never_submitted:
             raise UnsupportedTrainerError(
-                f"{miss.key} has to be generated, but {self._never_submitted} prompts are left over from loaded steps: "
+                f"{key} has to be generated, but {self._never_submitted} prompts are left over from loaded steps: "
                 f"{type(self.replay_buffer).__name__} keeps prompts across steps, so a generated step cannot follow "
                 "loaded ones exactly. Use mode replay or refresh."
             )
         if self._weight_sync is not None:
             self._weight_sync.catch_up()
         self._loader.clear_all()
-        started = time.perf_counter()
-        self._generating = miss.key
-        self._partial.begin(miss)
+
+    def _submit_and_sample(self, key: RolloutKey, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        self._generating = key
         try:
-            with self._partial.recording(miss):
-                for held in self._held:
-                    self._submit_unfinished(miss.key, held)
-                self._held.clear()
-                batch, metrics = self._sample(
-                    global_steps=self.global_steps,
-                    partition_id=PARTITION,
-                    batch_size=batch_size,
-                )
+            for held in self._held:
+                self._submit_unfinished(key, held)
+            self._held.clear()
+            sampled: tuple[KVBatchMeta, dict[str, Any]] = self._sample(
+                global_steps=self.global_steps, partition_id=PARTITION, batch_size=batch_size
+            )
+            return sampled
         finally:
             self._generating = None
-        self._record(miss, batch, metrics, time.perf_counter() - started)
-        return batch, metrics
 
     def _submit_unfinished(self, key: RolloutKey, batch: TensorDict) -> int:
         """Submit the prompts of a batch that no earlier training has finished."""
-        others = self._partial.put_back(key, batch)
+        others = self._partial.put_back(key, self._shadow.prompts(batch))
         if others is not None:
             super()._submit_batch_to_rollout(others)
         return len(batch)
@@ -351,7 +353,9 @@ class RolloutSkipMixin(ObservesUpdates, SkipMixin, HostTrainer):
         settings = self.rollout_skip.settings
         if settings.starts_engine:
             super()._setup()
-            if settings.mode.reads and self._is_sync:
+            if self.rollout_skip.shadow is not None:
+                self.rollout_skip.shadow.show_text(self.tokenizer.decode)
+            if settings.defers_weight_syncs and self._is_sync:
                 self._weight_sync = DeferredWeightSync(self.checkpoint_manager)
         else:
             from verl_rollout_skip.trainers.v1.engine import NoReplicas, remove_transport

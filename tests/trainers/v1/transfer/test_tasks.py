@@ -268,7 +268,7 @@ def test_a_part_that_was_written_on_another_disk_is_a_failed_dump_and_not_a_reco
     monkeypatch.setattr(tasks, "write", write_elsewhere)
     trained = trainings.train("cache", *TASKS)
     assert trained.rollout_skip.statistics.dump_failures == len(STEPS)
-    assert "Do all nodes share this folder?" in caplog.text
+    assert "Check that all nodes share this folder." in caplog.text
     assert RolloutStore(trainings.variant()).keys() == []
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
+from verl_rollout_skip.config.modes import Mode, Reward
+from verl_rollout_skip.config.skip_config import BLOCK, SkipConfig
 from verl_rollout_skip.errors import EntryNotFoundError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
 from verl_rollout_skip.replay.sources import Loader
@@ -159,6 +161,18 @@ class TaskLoader(Loader):
                 clear(token)
             raise
         return PutEntry(store, record, token, slices)
+
+
+def report_driver_loads(settings: SkipConfig, replaces_prompts: bool) -> None:
+    """Log why tasks do not load rollouts although they are on, if there is a reason."""
+    reasons = {
+        "mode 'shadow' compares them": settings.mode is Mode.SHADOW,
+        "reward is 'recompute'": settings.reward is Reward.RECOMPUTE,
+        "recorded batches replace the current ones": replaces_prompts,
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    if why is not None:
+        logger.info("the driver loads rollouts although %s.tasks is 'on', because %s", BLOCK, why)
 
 
 def clear(prefix: str | tuple[str, ...]) -> None:
