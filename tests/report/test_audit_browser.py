@@ -53,7 +53,7 @@ def test_the_figure_that_differs_is_shown_with_both_curves(page: Page) -> None:
     assert page.texts("#charts h3") == ["actor/pg_loss"]
     assert page.run("document.querySelectorAll('#charts .line').length") == 2
     assert page.run("document.querySelectorAll('#charts .broken').length") == 1
-    assert "differs from step 3 on, by at most 1.000e-6" in page.text("#charts .note")
+    assert "first differs in step 3; the largest difference is 1.000e-6" in page.text("#charts .note")
 
 
 def test_the_exact_values_of_a_step_are_read_with_the_keyboard(page: Page) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 
 class Stage(str, Enum):
@@ -78,14 +79,17 @@ _TIMINGS = (
     *("timing_*", "perf/*", "rollout_skip/*", "agent_loop/*", "*_gb", "*mfu*", "*/perf/*", "*/throughput*", "*memory*"),
     *("*_s", "*_ms", "*_seconds", "*/time*", "*_time", "*_time/*", "*tokens_per_second*"),
 )
+_REMEMBERED = 4096  # names; the same ones return in every step
 
 
+@lru_cache(_REMEMBERED)
 def stage_of_tensor(name: str) -> Stage:
     """The stage that computed a tensor which an update receives. ``#2`` marks the second update of a step."""
     name = name.partition("#")[0]
     return next((stage for pattern, stage in _TENSORS.items() if fnmatchcase(name, pattern)), Stage.ROLLOUT)
 
 
+@lru_cache(_REMEMBERED)
 def stage_of_metric(name: str) -> Stage:
     """The stage that a metric describes. An unknown metric counts as one of the update, whose cause may be anywhere."""
     return next((stage for pattern, stage in _METRICS.items() if fnmatchcase(name, pattern)), Stage.UPDATE)

@@ -146,8 +146,8 @@ function chartNote(figure) {
   const what = figure.tensor ? "mean of the tensor; " : "";
   if (!figure.compared) return `${what}not compared`;
   if (!figure.differing) return `${what}equal in all compared steps`;
-  const most = isNumber(figure.max_absolute) ? `, by at most ${size(figure.max_absolute)}` : "";
-  return `${what}differs from step ${format(figure.first_step)} on${most}`;
+  const most = isNumber(figure.max_absolute) ? `; the largest difference is ${size(figure.max_absolute)}` : "";
+  return `${what}first differs in step ${format(figure.first_step)}${most}`;
 }
 
 function listen() {
