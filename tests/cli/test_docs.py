@@ -116,6 +116,7 @@ def played(text: str, session: Session) -> str:
 
 def comparable(text: str) -> list[str]:
     for pattern, word in (
+        (r"\b\d{8}T\d{6}\.\d{3}Z-[0-9a-f]{8}\b", "<training>"),
         (r"\b[0-9a-f]{16,}\b", "<digest>"),
         (r'"\d{8}T\d{6}\.\d{3}Z-[0-9a-f]{8}"', "<training>"),
         (r"\d{4}-\d\d-\d\d(?:[T ][\d:+]*\d)?", "<date>"),

@@ -138,6 +138,21 @@ def test_a_changed_token_is_one_warning_with_the_row_the_text_and_the_likely_cau
     assert "1 of 3 steps match completely, step 2 is the first that does not" in summary
 
 
+def test_tokens_that_cannot_be_decoded_do_not_end_the_training(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    def decode(tokens: list[int]) -> str:
+        raise OverflowError("out of range integral type conversion attempted")
+
+    training.record(RolloutKey(1))
+    with caplog.at_level(logging.WARNING), training.open("shadow") as shadow:
+        assert shadow.shadow is not None
+        shadow.shadow.show_text(decode)
+        assert shadow.step(RolloutKey(1), inputs_of(RolloutKey(1)), Engine(seed=1)).hit
+    (message,) = warnings(caplog)
+    assert "(they cannot be decoded)" in message
+
+
 def test_a_difference_in_the_first_step_points_at_the_engine_and_not_at_the_weight_sync(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:

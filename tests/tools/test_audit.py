@@ -172,6 +172,28 @@ def test_a_metric_that_only_one_training_has_is_a_difference_unless_it_is_ignore
     assert found.verdict is Verdict.IDENTICAL
 
 
+def test_if_every_figure_is_ignored_nothing_is_compared(tmp_path: Path) -> None:
+    write(tmp_path, RECORDING, range(1, 3))
+    write(tmp_path, REPLAY, range(1, 3), RECORDING)
+    [found] = audits(tmp_path, Rules(ignore=("*",)))
+    assert found.verdict is Verdict.NOT_COMPARED
+
+
+def test_a_training_without_tensors_is_compared_by_its_metrics_and_that_is_said(tmp_path: Path) -> None:
+    write(tmp_path, RECORDING, range(1, 3))
+    write(tmp_path, REPLAY, range(1, 3), RECORDING, lambda step: replace(step, tensors={}))
+    [found] = audits(tmp_path)
+    assert found.verdict is Verdict.IDENTICAL
+    assert "steps 1-2: tensors are not compared, because one training has none" in explain(found)
+
+
+def test_a_variant_with_other_rollout_settings_is_pointed_out(tmp_path: Path) -> None:
+    write(tmp_path / "one", RECORDING, range(1, 3))
+    write(tmp_path / "two", RECORDING, range(1, 3), config_hash="d" * 64)
+    found = audit(ledgers(tmp_path / "one").recording(), ledgers(tmp_path / "two").recording())
+    assert explain(found) == ["the settings that rollouts depend on differ: rollout-skip diff lists them"]
+
+
 def test_nan_equals_nan_and_nothing_else(tmp_path: Path) -> None:
     write(tmp_path, RECORDING, range(1, 5), change=with_metric("actor/pg_loss", lambda _: math.nan))
     write(tmp_path, REPLAY, range(1, 5), RECORDING, with_metric("actor/pg_loss", lambda _: math.nan))

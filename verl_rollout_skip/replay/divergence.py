@@ -144,4 +144,9 @@ def _rows(column: Any) -> Sequence[Any]:
 
 
 def _text(tokens: list[int], decode: Decode | None) -> str:
-    return f"tokens {tokens}" if decode is None else repr(decode(tokens))
+    if decode is None:
+        return f"tokens {tokens}"
+    try:
+        return repr(decode(tokens))
+    except Exception:  # a tokenizer that does not know a token must not end the training
+        return f"tokens {tokens} (they cannot be decoded)"

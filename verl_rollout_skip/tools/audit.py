@@ -115,6 +115,8 @@ class Audit:
     layout: tuple[str, ...]
     settings: tuple[str, ...]
     versions: tuple[str, ...]
+    other_fingerprint: bool
+    """Whether the settings that rollouts depend on differ. ``compare_settings`` in ``diff.py`` lists them."""
 
     @property
     def differing(self) -> list[Figure]:
@@ -149,6 +151,7 @@ def audit(a: Side, b: Side, rules: Rules | None = None) -> Audit:
         _merge(layout_changes(*pair) for pair in pairs.values()),
         _merge(settings_changes(*pair) for pair in pairs.values()),
         _merge(difference(dict(one.versions), dict(other.versions)) for one, other in pairs.values()),
+        any(one.config_hash != other.config_hash for one, other in pairs.values()),
     )
 
 
@@ -162,6 +165,8 @@ def explain(found: Audit) -> list[str]:
         ("versions", found.versions),
     ):
         lines += [f"{title}: {_shorten('; '.join(changes))}"] if changes else []
+    if found.other_fingerprint:
+        lines.append("the settings that rollouts depend on differ: rollout-skip diff lists them")
     digests = [figure.name.text for figure in found.differing if not figure.beyond and figure.max_absolute is None]
     if digests:
         lines.append(f"only the digests differ, which no tolerance can judge: {_shorten(', '.join(digests))}")
@@ -214,6 +219,8 @@ class _Comparison:
         if not stages:
             return
         self.steps.append(step)
+        if bool(a.step.tensors) != bool(b.step.tensors):
+            self.uncompared.setdefault("tensors are not compared, because one training has none", []).append(step)
         ignored = self._rules.ignore + (_OF_THE_LAYOUT if layout_changes(a.header, b.header) else ())
 
         def counts(name: Name) -> bool:
@@ -230,9 +237,9 @@ class _Comparison:
             self.first = beyond[0][1]
 
     def verdict(self) -> Verdict:
-        if not self.steps:
-            return Verdict.NOT_COMPARED
         figures = self.figures.values()
+        if not figures:
+            return Verdict.NOT_COMPARED
         if any(figure.beyond for figure in figures):
             return Verdict.DIFFERENT
         return Verdict.WITHIN_TOLERANCE if any(figure.differing for figure in figures) else Verdict.IDENTICAL

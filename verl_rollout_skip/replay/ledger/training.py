@@ -1,7 +1,7 @@
 """``TrainingLedger``: collects what a training computes, writes its ledger, and compares it with the recording.
 
-Everything that takes time happens on one background thread, in order. A failure is logged once and counted, and never
-stops the training.
+Everything that takes time happens on two threads: one reads the tensors of updates, for which the training waits, and
+the other writes and compares. A failure is logged once and counted, and never stops the training.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TrainingLedger:
         self._run = run
         self._prepare = prepare
         self.is_on = run.settings.audit.is_on and run.settings.mode is not Mode.OFF
-        self._worker = _Worker(self._fail)
+        self._reader, self._writer = _Worker(self._fail), _Worker(self._fail)
         self._step: _Step | None = None
         self._file: LedgerFile | None = None
         self._live: LiveComparison | None = None
@@ -106,7 +106,7 @@ class TrainingLedger:
             sink = consumer(step.step, role)
             sinks += [] if sink is None else [sink]
         if sinks:
-            self._worker.do("an update was not observed", lambda: _read(slices, sinks))
+            self._reader.do("an update was not observed", lambda: _read(slices, sinks))
 
     def observe_metrics(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """verl logs these metrics. Returns more of them: the result of the comparison, up to the previous step."""
@@ -122,11 +122,11 @@ class TrainingLedger:
         """A checkpoint was saved. ``read`` returns a digest per role; it is called on another thread."""
         current = self._step
         if self.is_on and current is not None and current.step == step:
-            self._worker.do("the weights have no digest", lambda: current.weights.update(read()))
+            self._writer.do("the weights have no digest", lambda: current.weights.update(read()))
 
     def wait(self) -> None:
-        """Wait until everything that was observed has been read."""
-        self._worker.wait()
+        """Wait until the updates have been read. What is written, on a disk that may be slow, is not waited for."""
+        self._reader.wait()
 
     def fail(self) -> None:
         """The training ended with an error."""
@@ -135,8 +135,10 @@ class TrainingLedger:
     def close(self) -> list[str]:
         """Write the last step and the end, and return notes for the summary of the training."""
         self._finish_step()
-        self._worker.do("the ledger has no end", self._write_end)
-        self._worker.close()
+        self._writer.do("the ledger has no end", self._write_end)
+        self._writer.close()
+        self._reader.close()
+        self.is_on = False  # nothing follows the end
         found = None if self._live is None else self._live.describe()
         notes = [] if found is None else [found]
         if self.failures:
@@ -146,9 +148,10 @@ class TrainingLedger:
     def _finish_step(self) -> None:
         step, self._step = self._step, None
         if step is not None and step.is_logged and self.is_on:
-            self._worker.do("a step is missing in the ledger", lambda: self._write(step))
+            self._writer.do("a step is missing in the ledger", lambda: self._write(step))
 
     def _write(self, step: _Step) -> None:
+        self._reader.wait()
         line = step.line()
         if self._live is None:
             self._start(step.step)
@@ -197,7 +200,7 @@ class TrainingLedger:
         if folder is not None:
             self._file = LedgerFile(open_storage(folder), header)
 
-    def _fail(self, problem: str, error: Exception) -> None:
+    def _fail(self, problem: str, error: BaseException) -> None:
         self.failures += 1
         if self.failures == 1:
             logger.warning("%s, but the training continues: %s (%s)", problem, error, self._path)
@@ -206,7 +209,7 @@ class TrainingLedger:
 class _Worker:
     """Does jobs in order on one thread, which starts with the first one. A failed job does not stop the others."""
 
-    def __init__(self, failed: Callable[[str, Exception], None]) -> None:
+    def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
         self._failed = failed
         self._jobs: queue.Queue[tuple[str, Callable[[], object]] | None] = queue.Queue()
         self._is_running = False
@@ -241,7 +244,7 @@ class _Worker:
                 if item is None:
                     return
                 item[1]()
-            except Exception as error:
+            except BaseException as error:  # a thread that ended would make everything wait
                 assert item is not None
                 self._failed(item[0], error)
             finally:
