@@ -313,6 +313,15 @@ def test_update_that_cannot_be_read_is_a_failed_dump(tmp_path: Path, caplog: pyt
     assert "The columns of step 1 were not dumped: the queue is gone" in caplog.text
 
 
+def test_rows_that_cannot_be_told_apart_are_one_failed_dump(tmp_path: Path) -> None:
+    columns = open_columns(tmp_path)
+    only_values = {"old_log_probs": torch.zeros(2, 3)}
+    add_update(columns, "actor", (only_values, None), (only_values, None))
+    columns.close()
+    assert (columns.failures, columns.dumped) == (1, 0)
+    assert trainings_with_columns(str(tmp_path)) == []
+
+
 def test_training_without_the_setting_writes_nothing(tmp_path: Path) -> None:
     columns = open_columns(tmp_path, Level.OFF)
     dump(columns, tensors_of())

@@ -205,9 +205,12 @@ class PendingUpdate:
         self._columns, self._key, self._role, self._names = columns, key, role, names
         self._tensors: dict[str, list[torch.Tensor]] | None = None
         self._rows: list[Hashable] = []
+        self._has_failed = False
 
     def add(self, part: UpdateSlice) -> None:
         """Add the next rows."""
+        if self._has_failed:
+            return
         found = {name: tensor for name, tensor in part.tensors.items() if self._names is None or name in self._names}
         if self._tensors is None:
             self._tensors = {name: [] for name in found}
@@ -221,12 +224,12 @@ class PendingUpdate:
 
     def finish(self) -> None:
         """Dump the rows."""
-        if self._tensors is not None:
+        if self._tensors is not None and not self._has_failed:
             self._columns.dump(self._key, self._role, self._tensors, self._rows)
 
     def fail(self, error: Exception) -> None:
         """The rows cannot be read."""
-        self._tensors = None
+        self._has_failed = True
         self._columns.count_failure(DumpError(f"The columns of step {self._key.step} were not dumped: {error}"))
 
 
