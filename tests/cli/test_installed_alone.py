@@ -143,6 +143,7 @@ def use_every_command(laptop: Laptop, recorded: Path, folder: Path) -> None:
         "report": (0, "report", variant, "-o", folder / "report.html"),
         "diff": (1, "diff", *steps),
         "audit": (1, "audit", variant, "-o", folder / "audit.html"),
+        "mismatch": (2, "mismatch", variant),
         "verify": (0, "verify", folder / "dumps"),
         "resume": (2, "resume", variant, "--dry-run"),
         "export": (0, "export", variant, "-o", folder / "texts"),
