@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.training import PPO, Trainings, skip, variant_in
 from verl_rollout_skip import RolloutKey, RolloutStore
 from verl_rollout_skip.runs.columns import columns_of, trainings_with_columns
 from verl_rollout_skip.tools.mismatch import measure_mismatch
+
+pytestmark = pytest.mark.slow
 
 SETTINGS = (
     "trainer.total_training_steps=2",

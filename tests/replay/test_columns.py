@@ -24,7 +24,7 @@ from verl_rollout_skip.replay.columns import TrainingColumns, rows_of
 from verl_rollout_skip.replay.disk_usage import variant_usage
 from verl_rollout_skip.replay.ledger.updates import UpdateSlice
 from verl_rollout_skip.runs.columns import columns_of, trainings_with_columns
-from verl_rollout_skip.store import commit
+from verl_rollout_skip.store.storage.local import LocalStorage
 from verl_rollout_skip.tools.columns import read_update
 
 TRAINING = "20261119T214500.123Z-1a2b3c4d"
@@ -208,7 +208,14 @@ def test_slices_of_an_update_are_one_entry(tmp_path: Path) -> None:
 
 def test_a_crash_before_the_commit_leaves_no_columns(tmp_path: Path, fork: Any) -> None:
     def crash(report: Any) -> None:
-        commit._Commit.publish = lambda *_: os._exit(7)  # type: ignore[assignment, return-value]
+        publish = LocalStorage.publish
+
+        def publish_parts(self: LocalStorage, staged: Any, name: str, replace: bool = False) -> None:
+            if name.endswith(".json"):
+                os._exit(7)
+            publish(self, staged, name, replace)
+
+        LocalStorage.publish = publish_parts  # type: ignore[method-assign]
         dump(open_columns(tmp_path, background=False), tensors_of())
 
     assert fork(crash).exit_code == 7
