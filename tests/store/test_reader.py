@@ -74,7 +74,8 @@ def test_what_has_no_value_per_token_has_no_tokens(tmp_path: Path) -> None:
 def test_a_mask_that_follows_from_the_lengths_is_one_for_each_token(tmp_path: Path) -> None:
     entry = recorded(tmp_path, rollout_output(), rollout_input())
     whole, masks = entry.tokens("input_ids"), entry.tokens("attention_mask")
-    assert whole is not None and masks is not None
+    assert whole is not None
+    assert masks is not None
     assert [mask.tolist() for mask in masks] == [[1] * len(tokens) for tokens in whole]
 
 
