@@ -135,7 +135,7 @@ class TrainingColumns:
             self._store.put(key, batch, info={ROLE: role, LEVEL: self._level.value, TRAINING: self._training})
         except (RolloutSkipError, OSError) as error:
             self.count_failure(error)
-        except Exception as error:  # this may be a thread of its own, where nobody else would see it
+        except Exception as error:  # on another thread, nobody else would see it
             self.count_failure(DumpError(f"The columns of step {key.step} were not dumped: {error!r}"))
 
     def report_failures(self) -> None:

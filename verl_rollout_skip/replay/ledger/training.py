@@ -166,7 +166,7 @@ class TrainingLedger:
             if self._run.settings.mode.writes:
                 raise
             self._is_writable = False
-            logger.info("this training has no ledger of its own, because %s cannot be written: %s", self._path, error)
+            logger.info("this training writes no ledger, because %s cannot be written: %s", self._path, error)
 
     def _write_end(self) -> None:
         if self._file is not None and self._written and self._is_writable:
