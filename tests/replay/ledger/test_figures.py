@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
 import torch
 
-from verl_rollout_skip.replay.ledger.figures import FiguresOfRows, figures_of
+from verl_rollout_skip.replay.ledger.figures import FiguresOfRows, figures_of, rows_figures
 
 
 def jagged(*rows: list[float]) -> torch.Tensor:
@@ -81,6 +82,14 @@ def test_rows_that_arrive_in_slices_have_the_same_figures() -> None:
     slices.add(torch.tensor(rows[:2]))  # a slice whose rows have the same length may be dense
     slices.add(jagged(*rows[2:]))
     assert slices.result() == figures_of(jagged(*rows))
+
+
+def test_slices_that_several_processes_read_have_the_same_figures() -> None:
+    rows = torch.arange(24.0).view(8, 3)
+    whole = rows_figures(rows[:1])
+    for start, end in ((1, 4), (4, 4), (4, 8)):
+        whole.merge(pickle.loads(pickle.dumps(rows_figures(rows[start:end]))))
+    assert whole.result() == figures_of(rows)
 
 
 def test_slices_of_different_types_are_an_error() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transfer_queue as tq
+from pytest_mock import MockerFixture
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
@@ -16,7 +17,7 @@ from tests.trainers.v1.test_async import SEPARATE
 from tests.trainers.v1.training import PROMPTS, SAMPLES, SeparateTrainer, SyncTrainer, Trainings
 from verl_rollout_skip.replay.ledger.file import Ledger, ledger_names, read_ledger
 from verl_rollout_skip.store.storage import open_storage
-from verl_rollout_skip.trainers.v1 import updates
+from verl_rollout_skip.trainers.v1.transfer.pool import TaskPool
 
 pytestmark = pytest.mark.usefixtures("queue")
 
@@ -38,13 +39,14 @@ def messages() -> Iterator[list[str]]:
         yield found
 
 
+@pytest.mark.parametrize("tasks", ["off", "on"])
 def test_the_ledger_has_the_rows_of_each_update(
-    trainings: Trainings, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+    trainings: Trainings, messages: list[str], tasks: str, mocker: MockerFixture
 ) -> None:
-    """However many rows the driver reads at once."""
-    recorded = trainings.train("record")
-    monkeypatch.setattr(updates, "_SLICE", 3)
-    trainings.train("replay")
+    """However the rows are cut, and whether the driver or tasks read them."""
+    by_tasks = mocker.spy(TaskPool, "figures")
+    recorded = trainings.train("record", "+rollout_skip.tasks=off")
+    trainings.train("replay", f"+rollout_skip.tasks={tasks}", "+rollout_skip.part_bytes=1500")
     one, other = ledgers(trainings)
     assert [line.step for line in one.steps] == [1, 2, 3]
     assert [line.tensors for line in one.steps] == [line.tensors for line in other.steps]
@@ -55,6 +57,9 @@ def test_the_ledger_has_the_rows_of_each_update(
         assert {"prompts", "response_mask", "rollout_log_probs", "rm_scores", "old_log_probs"} <= line.tensors.keys()
     assert "identical to the recording in all 3 steps" in summary(messages)
     assert PROMPTS < responses.shape[0] <= 2 * PROMPTS * SAMPLES
+    assert by_tasks.call_count == (3 if tasks == "on" else 0)
+    if tasks == "on":
+        assert len(by_tasks.call_args.args[1]) > 1, "one slice only"
 
 
 @pytest.mark.parametrize("mode", ["cache", "replay"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,16 +37,17 @@ class TensorFigures:
 
 def figures_of(tensor: Any) -> TensorFigures:
     """The figures of a torch tensor, dense or jagged, or of a numpy array."""
-    figures = FiguresOfRows()
-    figures.add(tensor)
-    return figures.result()
+    return rows_figures(tensor).result()
 
 
 class FiguresOfRows:
-    """Computes the figures of a tensor from consecutive slices of its rows."""
+    """Computes the figures of a tensor from consecutive slices of its rows, which several processes may read.
+
+    Each row has its own digest, so the figures do not depend on where the rows were cut.
+    """
 
     def __init__(self) -> None:
-        self._values = xxhash.xxh3_128()
+        self._digests: list[bytes] = []
         self._lengths: list[np.ndarray] = []
         self._dtype = ""
         self._row_shape: tuple[int, ...] = ()
@@ -57,25 +59,34 @@ class FiguresOfRows:
     def add(self, rows: Any) -> None:
         """Add the next rows."""
         dtype, values, lengths, row_shape = _as_rows(rows)
-        if self._dtype and (dtype, len(row_shape)) != (self._dtype, len(self._row_shape)):
-            raise ValueError(f"slices of one tensor are {self._dtype} and {dtype}, or have different dimensions")
-        self._dtype, self._row_shape = dtype, row_shape
+        self._check_type(dtype, row_shape)
         self._is_scalar = lengths is None
         self._lengths.append(np.ones(1, np.int64) if lengths is None else lengths)
-        self._values.update(memoryview(values.data).cast("B") if values.size else b"")
-        for start in range(0, values.size, _CHUNK):
-            self._add_moments(_as_numbers(values[start : start + _CHUNK], dtype))
+        data = memoryview(values.data).cast("B") if values.size else memoryview(b"")
+        ends = np.cumsum(self._lengths[-1]) * math.prod(row_shape[1:]) * values.itemsize
+        starts = [0, *ends.tolist()]
+        self._digests += [xxhash.xxh3_128_digest(data[start:end]) for start, end in pairwise(starts)]
+        for first in range(0, values.size, _CHUNK):
+            numbers = _as_numbers(values[first : first + _CHUNK], dtype)
+            with np.errstate(all="ignore"):
+                low, high = float(numbers.min()), float(numbers.max())
+                self._add_moments(low, high, float(numbers.sum(dtype=np.float64)), numbers.size)
+
+    def merge(self, following: FiguresOfRows) -> None:
+        """Add the figures of the rows that follow."""
+        self._check_type(following._dtype, following._row_shape)
+        self._digests += following._digests
+        self._lengths += following._lengths
+        self._add_moments(following._min, following._max, following._sum, following._count)
 
     def result(self) -> TensorFigures:
         """The figures of all rows so far."""
         lengths = np.concatenate(self._lengths) if self._lengths else np.empty(0, np.int64)
         shape = () if self._is_scalar else (len(lengths), *self._row_shape)
-        whole = xxhash.xxh3_128(self._values.digest())
+        whole = xxhash.xxh3_128(b"".join(self._digests))
         if not self._is_scalar and self._row_shape:
             longest = int(lengths.max()) if len(lengths) else self._row_shape[0]
             shape = (len(lengths), longest, *self._row_shape[1:])
-            if len(lengths) and lengths.min() != lengths.max():
-                whole.update(lengths.tobytes())
         whole.update(f"{self._dtype} {shape}".encode())
         is_empty = self._count == 0
         return TensorFigures(
@@ -88,14 +99,24 @@ class FiguresOfRows:
             math.nan if is_empty else self._sum / self._count,
         )
 
-    def _add_moments(self, numbers: np.ndarray) -> None:
-        with np.errstate(all="ignore"):
-            low, high, total = float(numbers.min()), float(numbers.max()), float(numbers.sum(dtype=np.float64))
+    def _check_type(self, dtype: str, row_shape: tuple[int, ...]) -> None:
+        if self._dtype and (dtype, len(row_shape)) != (self._dtype, len(self._row_shape)):
+            raise ValueError(f"slices of one tensor are {self._dtype} and {dtype}, or have different dimensions")
+        self._dtype, self._row_shape = dtype, row_shape
+
+    def _add_moments(self, low: float, high: float, total: float, count: int) -> None:
         # Unlike min and max, these keep a NaN.
         self._min = float(np.minimum(self._min, low))
         self._max = float(np.maximum(self._max, high))
         self._sum += total
-        self._count += numbers.size
+        self._count += count
+
+
+def rows_figures(rows: Any) -> FiguresOfRows:
+    """The figures of some rows, to be merged with those of others."""
+    figures = FiguresOfRows()
+    figures.add(rows)
+    return figures
 
 
 def figures_of_all(tensors: Iterable[tuple[str, Any]]) -> dict[str, TensorFigures]:

@@ -16,7 +16,7 @@ from typing import Any
 from verl_rollout_skip.config.modes import Mode
 from verl_rollout_skip.fingerprint.layout import gpu_layout, host, layout_settings, versions
 from verl_rollout_skip.key import RolloutKey
-from verl_rollout_skip.replay.ledger.figures import FiguresOfRows, TensorFigures
+from verl_rollout_skip.replay.ledger.figures import FiguresOfRows, TensorFigures, rows_figures
 from verl_rollout_skip.replay.ledger.file import LedgerFile
 from verl_rollout_skip.replay.ledger.line import LedgerEnd, LedgerHeader, LedgerStep, StepRollout
 from verl_rollout_skip.replay.ledger.live import Hit, LiveComparison
@@ -274,12 +274,16 @@ class _Figures:
         self._figures: dict[str, FiguresOfRows] | None = None
 
     def add(self, part: UpdateSlice) -> None:
+        found = part.figures
+        if found is None:
+            found = {name: rows_figures(tensor) for name, tensor in part.tensors.items()}
         if self._figures is None:
-            self._figures = {name: FiguresOfRows() for name in part.tensors}
+            self._figures = dict(found)
+            return
         # those that all rows have
-        self._figures = {name: found for name, found in self._figures.items() if name in part.tensors}
-        for name, found in self._figures.items():
-            found.add(part.tensors[name])
+        self._figures = {name: figures for name, figures in self._figures.items() if name in found}
+        for name, figures in self._figures.items():
+            figures.merge(found[name])
 
     def finish(self) -> None:
         found = self._figures or {}

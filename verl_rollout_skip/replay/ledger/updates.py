@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from verl_rollout_skip.replay.ledger.figures import FiguresOfRows
+
 ACTOR, CRITIC = "actor", "critic"
 
 
@@ -14,11 +16,13 @@ class UpdateSlice:
     """Consecutive rows of an update, which starts at row 0, and their tensors by name.
 
     ``rows`` identifies the rows: the batch itself (V0), or the keys of the trajectories in TransferQueue (V1).
+    ``figures`` replaces the tensors if another process has read them.
     """
 
     start: int
     tensors: Mapping[str, Any]
     rows: Any
+    figures: Mapping[str, FiguresOfRows] | None = None
 
 
 Slices = Callable[[], Iterable[UpdateSlice]]

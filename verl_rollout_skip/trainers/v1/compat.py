@@ -3,9 +3,11 @@ ones."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import ray
+import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import TensorDict
@@ -188,10 +190,11 @@ def field_names(partition: str) -> list[str]:
     return list(client._run_coroutine(client._get_partition_meta(partition)).field_names)
 
 
-def columns(keys: list[str], partition: str, fields: list[str]) -> dict[str, Any]:
-    """Those of these fields that all of these rows have."""
-    found = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=fields)
-    return {name: found.get(name) for name in fields if name in found.keys()}  # noqa: SIM118 - a TensorDict
+def update_tensors(keys: list[str], partition: str, names: Collection[str] = UPDATE_TENSORS) -> dict[str, torch.Tensor]:
+    """Those of the fields for an update that are tensors in all of these rows."""
+    found = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=list(names))
+    columns = {name: found.get(name) for name in names if name in found.keys()}  # noqa: SIM118 - a TensorDict
+    return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
 
 
 def rows_by_unit(keys: list[str], partition: str) -> list[list[int]]:

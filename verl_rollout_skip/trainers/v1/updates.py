@@ -1,35 +1,34 @@
 """Observes the rows that the updates of actor and critic receive, for the training's ledger.
 
-The rows are in TransferQueue, and the driver only has their keys. It reads them while the workers update, which is when
-it would wait otherwise, and in slices, so that a large batch never has to fit into its memory.
+The rows are in TransferQueue, and the driver only has their keys. While the workers update, tasks read a large batch.
+The driver reads a small one, or one whose columns are dumped, slice by slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transfer_queue import KVBatchMeta
 
 from verl_rollout_skip.replay.ledger.updates import ACTOR, CRITIC, UpdateSlice
 from verl_rollout_skip.replay.rollout import RolloutSkip
 from verl_rollout_skip.trainers.v1 import compat
+from verl_rollout_skip.trainers.v1.transfer.pool import TaskPool
+from verl_rollout_skip.trainers.v1.transfer.slices import row_ranges, size_of
 
 if TYPE_CHECKING:
     from verl_rollout_skip.trainers.v1.compat import UpdatingHost
 else:
     UpdatingHost = object
 
-_SLICE = 256
-"""Rows per request."""
-
 
 class ObservesUpdates(UpdatingHost):
     """Adds to a V1 trainer that its ledger observes the updates. Must precede the trainer in the list of bases."""
 
     rollout_skip: RolloutSkip
+    _pool: TaskPool
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         with self._observed(ACTOR, batch):
@@ -45,24 +44,29 @@ class ObservesUpdates(UpdatingHost):
         if not ledger.is_observing:
             yield
             return
-        ledger.observe_update(role, slices_of(batch))
+        part_bytes = self.rollout_skip.settings.part_bytes
+        ledger.observe_update(role, slices_of(batch, part_bytes, None if ledger.consumers else self._pool))
         try:
             yield
         finally:
             ledger.wait()  # the rows are removed after the update
 
 
-def slices_of(batch: KVBatchMeta) -> Callable[[], Iterator[UpdateSlice]]:
-    """Reads the rows of a batch from TransferQueue."""
-    keys, partition = list(batch.keys), batch.partition_id
+def slices_of(batch: KVBatchMeta, part_bytes: int, pool: TaskPool | None) -> Callable[[], Iterator[UpdateSlice]]:
+    """Reads the rows of a batch from TransferQueue. Without a pool, the driver reads them, because it needs them."""
+    keys, tags, partition = list(batch.keys), list(batch.tags), batch.partition_id
+    ranges = row_ranges(tags, part_bytes)
+    slices = [keys[rows.start : rows.stop] for rows in ranges]
 
     def read() -> Iterator[UpdateSlice]:
-        names: list[str] | None = None
-        for start in range(0, len(keys), _SLICE):
-            chosen = keys[start : start + _SLICE]
-            found = compat.columns(chosen, partition, compat.UPDATE_TENSORS if names is None else names)
-            tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        if pool is not None and pool.takes(size_of(tags), "an update is read"):
+            for rows, chosen, figures in zip(ranges, slices, pool.figures(slices, partition), strict=True):
+                yield UpdateSlice(rows.start, {}, chosen, figures)
+            return
+        names: Collection[str] = compat.UPDATE_TENSORS
+        for rows, chosen in zip(ranges, slices, strict=True):
+            tensors = compat.update_tensors(chosen, partition, names)
             names = list(tensors)  # a field that some rows lack is in none of the slices
-            yield UpdateSlice(start, tensors, chosen)
+            yield UpdateSlice(rows.start, tensors, chosen)
 
     return read

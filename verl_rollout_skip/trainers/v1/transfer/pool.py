@@ -22,6 +22,7 @@ from verl_rollout_skip.config.modes import Tasks
 from verl_rollout_skip.config.skip_config import BLOCK
 from verl_rollout_skip.errors import RolloutSkipError, TaskError
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.replay.ledger.figures import FiguresOfRows
 from verl_rollout_skip.replay.lineage import join_row_digests
 from verl_rollout_skip.runs.paths import MANIFEST
 from verl_rollout_skip.store import committed
@@ -119,6 +120,15 @@ class TaskPool:
             if isinstance(result, Exception):
                 raise result
         return join_row_digests(found)
+
+    def figures(self, slices: Sequence[list[str]], partition: str) -> list[dict[str, FiguresOfRows]]:
+        """The figures of the rows that an update receives, for each slice of their keys."""
+        calls = [lambda _, keys=keys: _task(tasks.figures).remote(keys, partition) for keys in slices]
+        found = _run(calls, [None], "a slice of an update could not be read")
+        for result in found:
+            if isinstance(result, Exception):
+                raise result
+        return found
 
     def write(self, folder: str, key: RolloutKey, parts: Sequence[tuple[int, Any]]) -> list[RecordedPart]:
         """Write encoded parts, given as numbers of rows and references. The driver writes what no node can write."""

@@ -25,13 +25,6 @@ BYTES_PER_TOKEN = 56
 
 def cut(batch: KVBatchMeta, positions: list[int], fields: Fields, part_bytes: int) -> list[SliceRequest]:
     """Cut a sample into slices of up to ``part_bytes``, estimated from the token counts in the tags of its rows."""
-    ranges, start, size = [], 0, 0
-    for row, tag in enumerate(batch.tags):
-        row_bytes = _token_count(tag) * BYTES_PER_TOKEN
-        if size and size + row_bytes > part_bytes:
-            ranges.append(range(start, row))
-            start, size = row, 0
-        size += row_bytes
     return [
         SliceRequest(
             rows,
@@ -40,8 +33,20 @@ def cut(batch: KVBatchMeta, positions: list[int], fields: Fields, part_bytes: in
             positions[rows.start : rows.stop],
             fields.of_rows(rows),
         )
-        for rows in (*ranges, range(start, len(batch.tags)))
+        for rows in row_ranges(batch.tags, part_bytes)
     ]
+
+
+def row_ranges(tags: Sequence[dict[str, Any]], part_bytes: int) -> list[range]:
+    """The rows of each slice."""
+    ranges, start, size = [], 0, 0
+    for row, tag in enumerate(tags):
+        row_bytes = _token_count(tag) * BYTES_PER_TOKEN
+        if size and size + row_bytes > part_bytes:
+            ranges.append(range(start, row))
+            start, size = row, 0
+        size += row_bytes
+    return [*ranges, range(start, len(tags))]
 
 
 def size_of(tags: Sequence[dict[str, Any]]) -> int:

@@ -5,6 +5,7 @@ The rows never reach the driver, which handles keys, tags and the record:
 - To record a sample, ``encode`` fetches the rows of a slice from TransferQueue and encodes them. Ray keeps the encoded
   part, which is much smaller, until ``write`` has written it. The driver commits the parts.
 - To load a sample, ``put`` reads a part and puts its rows into TransferQueue.
+- For the ledger, ``figures`` computes the digests and moments of the rows that an update receives.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pyarrow as pa
 
 from verl_rollout_skip.errors import QueueError, RolloutSkipError
 from verl_rollout_skip.key import RolloutKey
+from verl_rollout_skip.replay.ledger.figures import FiguresOfRows, rows_figures
 from verl_rollout_skip.replay.lineage import row_digests
 from verl_rollout_skip.store import committed
 from verl_rollout_skip.store.codec import Plan, Reader, Summary, prepare
@@ -27,7 +29,7 @@ from verl_rollout_skip.store.record import MAX_RECORD_BYTES, RecordedPart
 from verl_rollout_skip.store.storage import HERE
 from verl_rollout_skip.store.storage.contract import digest_of
 from verl_rollout_skip.store.storage.locations import open_storage
-from verl_rollout_skip.trainers.v1.compat import connect_queue
+from verl_rollout_skip.trainers.v1.compat import connect_queue, update_tensors
 from verl_rollout_skip.trainers.v1.in_flight import PromptRows
 from verl_rollout_skip.trainers.v1.transfer import rows as queue
 from verl_rollout_skip.trainers.v1.transfer.rows import Fields
@@ -102,6 +104,12 @@ def digest(keys: list[str], fields: Fields) -> bytes:
     """The digests of some rows in TransferQueue."""
     _connect()
     return row_digests(queue.fetch_rows(keys, fields))
+
+
+def figures(keys: list[str], partition: str) -> dict[str, FiguresOfRows]:
+    """The figures of some rows that an update receives."""
+    _connect()
+    return {name: rows_figures(rows) for name, rows in update_tensors(keys, partition).items()}
 
 
 def _encode_rows(output: Any, inputs: Any, start: int) -> tuple[SliceSummary, pa.Buffer]:
