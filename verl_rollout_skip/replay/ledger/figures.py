@@ -7,7 +7,6 @@ length has the figures of the dense tensor with the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -117,11 +116,6 @@ def rows_figures(rows: Any) -> FiguresOfRows:
     figures = FiguresOfRows()
     figures.add(rows)
     return figures
-
-
-def figures_of_all(tensors: Iterable[tuple[str, Any]]) -> dict[str, TensorFigures]:
-    """The figures of several named tensors."""
-    return {name: figures_of(tensor) for name, tensor in tensors}
 
 
 def _as_rows(rows: Any) -> tuple[str, np.ndarray, np.ndarray | None, tuple[int, ...]]:
